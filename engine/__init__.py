@@ -1,0 +1,1 @@
+"""Sessions, scheduling, decode and append steps, the model, text, wire types and commands."""

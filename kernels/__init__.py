@@ -1,0 +1,1 @@
+"""Pure functions on tensors, a folder an operation."""

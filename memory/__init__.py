@@ -1,0 +1,1 @@
+"""Where a row of KV is, and how it moves."""

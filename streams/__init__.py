@@ -1,0 +1,1 @@
+"""Ordered work as awaitable events."""
