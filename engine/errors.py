@@ -1,0 +1,69 @@
+"""Everything the engine tells a caller has gone wrong, each with a stable exit code and HTTP status.
+
+Messages are one line and say what to do. Exit codes: 0 done, 1 outputs differed, 2 bad usage or setting, 3 bad model files,
+4 does not fit, 5 cannot bind, 70 device failure.
+"""
+
+__all__ = ["BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted", "SessionBroken", "UnknownSession"]
+
+
+class ForebayError(Exception):
+    """Root of the errors that callers may catch. `str()` is one line."""
+
+    exit_code = 1
+    status = 500
+    kind = "internal_error"
+
+
+class BadSetting(ForebayError):
+    """A flag, FOREBAY_* variable, TOML key or config field that is unknown, malformed or contradictory."""
+
+    exit_code = 2
+    status = 400
+    kind = "invalid_setting"
+
+
+class BadModel(ForebayError):
+    """A model directory that cannot be loaded; the message names the file, tensor or field."""
+
+    exit_code = 3
+    kind = "invalid_model"
+
+
+class BadRequest(ForebayError):
+    """A request that can never be served as asked; the message names the field."""
+
+    exit_code = 2
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class UnknownSession(BadRequest):
+    """No session of that id."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class NotAdmitted(ForebayError):
+    """Does not fit now (`retry_after_s` set) or ever; the message gives the missing bytes per tier."""
+
+    exit_code = 4
+    status = 503
+    kind = "capacity_error"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        if retry_after_s is not None:
+            self.status = 429
+
+
+class SessionBroken(ForebayError):
+    """This session cannot go on (a failed copy, a non-finite layer output named in the message); others can."""
+
+    kind = "session_broken"
