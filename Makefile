@@ -1,0 +1,48 @@
+# make demo   sets everything up and decodes a long prompt with the history in RAM
+# make test   sets everything up and runs the default tests
+# make check  what runs before a commit: format, lint, types, tidy, fast tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TEST_WORKERS ?= 2
+# One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test slow check check-static format clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/forebay demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow --durations=20
+
+check: check-static
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+
+check-static: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# torch first and pinned: a range asked for on its own can bring a build of several gigabytes.
+$(VENV)/.runtime: pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
