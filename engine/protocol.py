@@ -1,0 +1,159 @@
+"""The engine's face as the server and the commands see it: what they may call, and nothing else.
+
+Holds typing protocols and the ids and counts that cross them. Knows no tensors and no implementation; `engine.Engine` satisfies
+`EngineFace`, and so does a scripted engine in a test.
+
+1. `generate` never waits; the generation starts when it is first awaited, iterated or entered.
+2. Errors that make a request impossible come before the first chunk; `SessionBroken` may come after any chunk.
+3. A generation that was left (`aclose`, leaving its block) runs at most one more step.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import NewType, Protocol, Self, TypeAlias
+
+from engine.chunk import Chunk
+from engine.config import EngineConfig
+from engine.sampling import Sampling
+
+__all__ = [
+    "EngineFace", "EngineOpener", "EngineStatistics", "GenerationFace", "Message", "Progress", "Prompt", "PromptProgress", "SessionId",
+    "TemplateFace", "TokenizerFace",
+]  # fmt: skip
+
+SessionId = NewType("SessionId", str)
+Message: TypeAlias = Mapping[str, object]  # one chat message
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+Progress: TypeAlias = Callable[[int, int], None]  # (bytes loaded, bytes in all)
+
+
+class PromptProgress(Protocol):
+    """How far a prompt has been read; both are counts of tokens, `rows_total` 0 until the prompt is known."""
+
+    @property
+    def rows_done(self) -> int: ...
+    @property
+    def rows_total(self) -> int: ...
+
+
+class GenerationFace(Protocol):
+    """One generation: an async iterator and an async context manager of chunks."""
+
+    @property
+    def session_id(self) -> SessionId | None:
+        """The session it runs in; None until it has started."""
+        ...
+
+    @property
+    def progress(self) -> PromptProgress:
+        """May be read at any time; costs nothing."""
+        ...
+
+    async def prompt(self) -> tuple[int, ...]:
+        """Prompt token ids. Raises BadRequest, NotAdmitted."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+    async def __anext__(self) -> Chunk: ...
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    async def aclose(self) -> None:
+        """Abort within one step and wait for that; nothing if it has ended."""
+        ...
+
+
+class TokenizerFace(Protocol):
+    """Text to token ids."""
+
+    async def encode_async(self, text: str) -> list[int]:
+        """Token ids; long texts do not hold the loop."""
+        ...
+
+
+class TemplateFace(Protocol):
+    """Chat messages to text."""
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt, ready for the assistant's answer. Raises BadRequest."""
+        ...
+
+
+class EngineStatistics(Protocol):
+    """A frozen snapshot. Rows are counted in positions; bytes are physical."""
+
+    @property
+    def sessions(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def mirrored_rows(self) -> int: ...
+    @property
+    def hot_rows(self) -> int: ...
+    @property
+    def ring_rows(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes that the same sessions would hold with the resident placement."""
+        ...
+
+
+class EngineFace(Protocol):
+    """An open engine."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def context_max(self) -> int:
+        """Tokens a session may hold."""
+        ...
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def tokenizer(self) -> TokenizerFace: ...
+    @property
+    def template(self) -> TemplateFace: ...
+
+    async def create_session(self) -> SessionId: ...
+    async def close_session(self, session_id: SessionId) -> None: ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling = ...,
+        *,
+        session: SessionId | None = None,
+        request_id: str | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> GenerationFace:
+        """One generation; without a session it gets a fresh one that is closed afterwards."""
+        ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more and wait for what runs, at most `timeout_s` seconds; what still runs then is aborted."""
+        ...
+
+
+class EngineOpener(Protocol):
+    """`Engine.open`."""
+
+    def __call__(
+        self, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> AbstractAsyncContextManager[EngineFace]: ...
