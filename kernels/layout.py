@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "BLOCK_ROWS", "GROUP_FIELDS", "PAGE_KEYS", "RING_BLOCKS", "STATE_FIELDS",
+    "BLOCK_ROWS", "GROUP_FIELDS", "HIDDEN_ROWS", "PAGE_KEYS", "RING_BLOCKS", "STATE_FIELDS",
     "BlockLayout", "GroupField", "KeyLayout", "RowLayout", "StateField", "TableField", "TableLayout",
 ]  # fmt: skip
 
 BLOCK_ROWS = 64
 PAGE_KEYS = 1024
 RING_BLOCKS = 4
+HIDDEN_ROWS = 16  # hidden states a session keeps, row p at p % 16: a rollback of up to 15 rows finds its hidden state again
 SCALE_GROUP = 64  # latent values that share one float16 scale in q8g64
 
 
@@ -145,7 +146,7 @@ class TableField:
     BLOCKS = 3  # address of int64 [blocks_max], block addresses
     PAGES = 4  # address of int64 [key layers, pages_max], page addresses
     PAGES_MAX = 5
-    HIDDEN = 6  # address of [hidden], the final hidden state of the last row
+    HIDDEN = 6  # address of f32 [HIDDEN_ROWS, hidden], the states after the final norm of the last rows
     GROUPS = 7  # first group's fields begin here
 
 
