@@ -1,14 +1,14 @@
-"""Frozen settings of an engine, built once by the caller (server, command, library user).
+"""Frozen settings of an engine and of the server, built once by the caller (server, command, library user).
 
 Flags, FOREBAY_* variables and the TOML file all feed these fields (`engine/settings.py`); no other module reads the environment.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.errors import BadSetting
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "ServerConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,41 @@ class EngineConfig:
             "hot_rows": 0, "host_memory_bytes": 0, "decode_batch_limit": 1, "append_chunk_rows": 1, "context_max": 0,
             "sessions_max": 1, "waiting_max": 0, "default_max_tokens": 1,
         }  # fmt: skip
-        for field, least in at_least.items():
-            if getattr(self, field) < least:
-                raise BadSetting(f"{field} must be at least {least}, not {getattr(self, field)}")
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise BadSetting(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.draft_depth != 0:
             raise BadSetting("draft_depth must be 0: drafting is not built yet; MTP rows are kept all the same")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32"), "load_format": ("auto", "random"),
         }  # fmt: skip
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise BadSetting(f"{field} must be one of {', '.join(map(str, allowed))}, not {getattr(self, field)!r}")
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise BadSetting(f"{name} must be one of {', '.join(map(str, allowed))}, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of the HTTP server. Raises BadSetting naming the field."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_key: str | None = field(default=None, repr=False)  # None: no key asked for
+    body_bytes_max: int = 32 * 2**20  # a million token ids as JSON take about 7 MiB
+    drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
+    log_format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("host", bool(self.host), "a name or an address"),
+            ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
+            ("body_bytes_max", self.body_bytes_max >= 1024, "at least 1024"),
+            ("drain_timeout_s", 0 <= self.drain_timeout_s <= 86_400, "between 0 and 86400 seconds"),
+            ("log_format", self.log_format in ("auto", "json", "console"), "one of auto, json, console"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise BadSetting(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
+            raise BadSetting("api_key must not be empty nor begin or end with white space")
