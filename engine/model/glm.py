@@ -1,0 +1,160 @@
+"""The whole model, or one stage of it: weights and the seams a step calls, no state.
+
+Holds `Model` and `load_model`. Knows no rows, streams or sessions.
+
+Invariants:
+1. Layer ids outside are global, `layers` is in local order; the MTP block, when loaded, is the stage's last local layer.
+2. A stage reads only its own layers' tensors: the first has the embedding, the last the final norm, head and MTP block
+   (and the embedding again, which the block needs).
+3. The MTP block is there exactly when its `eh_proj` is stored, whatever the config says.
+Source: model.md, sections 2.1, 3 and 4.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from kernels.linear import linear
+from kernels.norm import rms_norm
+from kernels.rope import rope_frequencies, rope_table
+from torch import Tensor
+
+from engine.errors import BadModel
+from engine.model.config import ModelConfig
+from engine.model.files import TensorFiles
+from engine.model.layer import LayerWeights
+from engine.model.mtp import MtpWeights
+from engine.model.weights import WeightReader
+
+__all__ = ["Model", "load_model"]
+
+# Copies of the main model's own tensors that some conversions keep under the MTP block.
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights of one stage. T rows; states are [T, H] in `dtype`."""
+
+    config: ModelConfig
+    first_layer: int
+    layers: list[LayerWeights]  # without the MTP block
+    mtp: MtpWeights | None
+    embedding: Tensor | None  # [V, H]; first stage, and wherever the MTP block is
+    norm: Tensor | None  # [H]; last stage
+    head: Tensor | None  # [V, H]; last stage
+    frequencies: Tensor  # [Dr / 2] float32
+    dtype: torch.dtype
+    latent_norm_eps: float
+
+    @property
+    def row_layers(self) -> list[LayerWeights]:
+        """Every layer that keeps rows, in local order: the stage's layers, then the MTP block's."""
+        return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Selection groups as LOCAL layers, the MTP block's last."""
+        whole = self.config.groups(range(self.first_layer, self.first_layer + len(self.layers)))
+        local = tuple(tuple(layer - self.first_layer for layer in group) for group in whole)
+        return local if self.mtp is None else (*local, (len(self.layers),))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embedding rows [T, H] of token ids, int64 [T], each below the vocabulary."""
+        assert self.embedding is not None, "this stage has no embedding"
+        return self.embedding.index_select(0, ids)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """RoPE table (cos, sin), each [T, Dr / 2] in the model's dtype, of positions, int64 [T]."""
+        return rope_table(positions, self.frequencies, self.dtype)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """Final hidden state [T, H], which logits and the MTP block read, of the last layer's residual state x [T, H]."""
+        assert self.norm is not None, "this stage has no final norm"
+        return rms_norm(x, self.norm, self.config.norm_eps)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Logits [T, V] in the model's dtype of final hidden states h [T, H]."""
+        assert self.head is not None, "this stage has no output head"
+        return linear(h, self.head)
+
+    def mtp_input(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """The MTP block's residual input [T, H]: row (hidden of position p - 1, token at p), ids int64 [T], hidden [T, H]."""
+        assert self.mtp is not None, "no MTP block is loaded"
+        return self.mtp.join_input(self.embed(ids), hidden)
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    layers: range | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    latent_norm_eps: float = 1e-6,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Read a model directory in Hugging Face layout.
+
+    Args: layers: the stage's layers (default: all); only their tensors are read. progress: called with (tensors read, tensors to read).
+    Raises: BadModel: one line naming the file, tensor or field that is missing, misshapen, unexpected or unsupported.
+    """
+    config = ModelConfig.read(directory)
+    held = layers if layers is not None else range(config.layers)
+    assert held.step == 1, f"a stage is consecutive layers, not {held}"
+    assert 0 <= held.start < held.stop <= config.layers, f"no stage {held} of {config.layers} layers"
+    files = TensorFiles(directory)
+    mtp_stored = _check_names(files.names, config.layers)
+    first, last = held.start == 0, held.stop == config.layers
+    with_mtp = last and mtp_stored
+    outer = {_OUTER[0]: first or with_mtp, _OUTER[1]: last, _OUTER[2]: last}
+    read_layers = {*held, config.layers} if with_mtp else {*held}
+    total = sum(_is_read(name, read_layers, outer) for name in files.names)
+    reader = WeightReader(files, dtype=dtype, device=torch.device(device), block=config.weight_block, total=total, progress=progress)
+    shapes = {_OUTER[0]: (config.vocabulary, config.hidden), _OUTER[1]: (config.hidden,), _OUTER[2]: (config.vocabulary, config.hidden)}
+    embedding, norm, head = (reader.take(name, *shapes[name]) if outer[name] else None for name in _OUTER)
+    stage = []
+    for layer in held:
+        stage.append(LayerWeights.read(reader, config, layer, latent_norm_eps=latent_norm_eps))
+        reader.finish(f"model.layers.{layer}.")
+    mtp = None
+    if with_mtp:
+        mtp = MtpWeights.read(reader, config, latent_norm_eps=latent_norm_eps)
+        reader.finish(f"model.layers.{config.layers}.", ignored=_MTP_COPIES)
+    return Model(
+        config=config,
+        first_layer=held.start,
+        layers=stage,
+        mtp=mtp,
+        embedding=embedding,
+        norm=norm,
+        head=head,
+        frequencies=rope_frequencies(config.rope_theta, config.rope).to(device),
+        dtype=dtype,
+        latent_norm_eps=latent_norm_eps,
+    )
+
+
+def _is_read(name: str, layers: set[int], outer: dict[str, bool]) -> bool:
+    matched = _LAYER.fullmatch(name)
+    if matched is None:
+        return outer.get(name, False)
+    return int(matched[1]) in layers and matched[2] not in _MTP_COPIES
+
+
+def _check_names(names: frozenset[str], layers: int) -> bool:
+    """Refuse names that no such model has, in any stage. Returns: whether the MTP block is stored."""
+    mtp = f"model.layers.{layers}.eh_proj.weight" in names
+    for name in sorted(names):
+        matched = _LAYER.fullmatch(name)
+        if matched is None:
+            if name not in _OUTER:
+                raise BadModel(f"tensor {name} is unexpected: this model has no such weight")
+        elif int(matched[1]) > layers:
+            raise BadModel(f"tensor {name} belongs to a second MTP block or a layer the config lacks; num_hidden_layers is {layers}")
+        elif int(matched[1]) == layers and not mtp:
+            raise BadModel(f"tensor {name} belongs to an MTP block whose eh_proj.weight is missing")
+    return mtp

@@ -1,0 +1,66 @@
+"""The lightning indexer's projections: what a full layer stores as index keys and asks with.
+
+Holds `IndexerWeights`. Scoring and selecting are kernels; a shared layer has none of this.
+
+Invariants:
+1. The query comes from the *normed* query latent; keys and head weights from the layer's normed input.
+2. The FIRST `rope` dims are rotated (interleaved, the attention's own table), the others stay.
+3. k_norm is a true LayerNorm with bias.
+4. Head weights leave in float32 without the two constant factors, which the scoring kernel applies.
+Source: model.md, section 2.5.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from kernels.linear import linear
+from kernels.norm import layer_norm
+from kernels.rope import rotate
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.weights import WeightReader
+
+__all__ = ["IndexerWeights"]
+
+_KEY_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """One full layer's indexer. I index heads of width Di; the rest as in `MlaWeights`."""
+
+    query_up: Tensor  # [I * Di, Rq]
+    key_down: Tensor  # [Di, H]
+    key_norm: Tensor  # [Di]
+    key_bias: Tensor  # [Di]
+    head_weights: Tensor  # [I, H]
+
+    @classmethod
+    def read(cls, reader: WeightReader, prefix: str, config: ModelConfig) -> Self:
+        """Take the weights under `prefix` (ends in `indexer.`). Raises BadModel naming the tensor."""
+        width, heads = config.index_width, config.index_heads
+        return cls(
+            query_up=reader.take(f"{prefix}wq_b.weight", heads * width, config.query_latent),
+            key_down=reader.take(f"{prefix}wk.weight", width, config.hidden),
+            key_norm=reader.take(f"{prefix}k_norm.weight", width),
+            key_bias=reader.take(f"{prefix}k_norm.bias", width),
+            head_weights=reader.take(f"{prefix}weights_proj.weight", heads, config.hidden),
+        )
+
+    def index_key(self, u: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Index keys [T, Di] of rows u [T, H], with their RoPE table [T, Dr / 2]."""
+        key = layer_norm(linear(u, self.key_down), self.key_norm, self.key_bias, _KEY_NORM_EPS)
+        return _rotate_first(key, cos, sin)
+
+    def index_query(self, u: Tensor, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Index query [T, I, Di] and unscaled head weights, float32 [T, I], of u [T, H] and its normed query latent qr [T, Rq]."""
+        query = linear(qr, self.query_up).view(qr.shape[0], -1, self.key_norm.shape[0])
+        return _rotate_first(query, cos, sin), linear(u, self.head_weights).to(torch.float32)
+
+
+def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first dims of x [T, ..., Di] that the table [T, Dr / 2] covers."""
+    rope = 2 * cos.shape[-1]
+    return torch.cat((rotate(x[..., :rope], cos, sin), x[..., rope:]), dim=-1)

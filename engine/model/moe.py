@@ -1,0 +1,98 @@
+"""The two kinds of MLP: dense, and routed experts beside a shared one.
+
+Holds `DenseWeights` and `MoeWeights`, alike in one method. Knows no norm and no residual.
+
+Invariants:
+1. Router weight and correction bias are float32 in every model dtype; the bias chooses experts and never weights them.
+2. The shared expert has neither gate nor factor.
+Source: model.md, sections 2.7 and 2.8.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from kernels.moe import experts, gated_mlp, route
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.weights import WeightReader
+
+__all__ = ["DenseWeights", "MoeWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """A gated MLP of width F."""
+
+    gate: Tensor  # [F, H]
+    up: Tensor  # [F, H]
+    down: Tensor  # [H, F]
+
+    @classmethod
+    def read(cls, reader: WeightReader, prefix: str, hidden: int, width: int) -> Self:
+        """Take the weights under `prefix` (ends in `.`). Raises BadModel naming the tensor."""
+        return cls(
+            gate=reader.take(f"{prefix}gate_proj.weight", width, hidden),
+            up=reader.take(f"{prefix}up_proj.weight", width, hidden),
+            down=reader.take(f"{prefix}down_proj.weight", hidden, width),
+        )
+
+    def feed(self, y: Tensor) -> Tensor:
+        """The MLP's output [T, H] of the normed state y [T, H]."""
+        return gated_mlp(y, self.gate, self.up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen and weighted."""
+
+    experts_per_token: int
+    groups: int
+    groups_kept: int
+    normalise: bool
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """E routed experts of width F and the shared expert."""
+
+    router: Tensor  # [E, H] float32
+    bias: Tensor  # [E] float32
+    gate_up: Tensor  # [E, 2F, H]: gate rows first
+    down: Tensor  # [E, H, F]
+    shared: DenseWeights
+    routing: Routing
+
+    @classmethod
+    def read(cls, reader: WeightReader, prefix: str, config: ModelConfig) -> Self:
+        """Take the weights under `prefix` (ends in `mlp.`). Raises BadModel naming the tensor."""
+        gate_up, down = reader.take_experts(f"{prefix}experts.", config.experts, config.expert_width, config.hidden)
+        return cls(
+            router=reader.take_f32(f"{prefix}gate.weight", config.experts, config.hidden),
+            bias=reader.take_exact(f"{prefix}gate.e_score_correction_bias", config.experts),
+            gate_up=gate_up,
+            down=down,
+            shared=DenseWeights.read(reader, f"{prefix}shared_experts.", config.hidden, config.shared_width),
+            routing=Routing(
+                experts_per_token=config.experts_per_token,
+                groups=config.expert_groups,
+                groups_kept=config.expert_groups_kept,
+                normalise=config.normalise_experts,
+                factor=config.expert_factor,
+            ),
+        )
+
+    def feed(self, y: Tensor) -> Tensor:
+        """Routed plus shared output [T, H] of the normed state y [T, H]."""
+        expert_of, weight_of = route(
+            y,
+            self.router,
+            self.bias,
+            experts_per_token=self.routing.experts_per_token,
+            groups=self.routing.groups,
+            groups_kept=self.routing.groups_kept,
+            normalise=self.routing.normalise,
+            factor=self.routing.factor,
+        )
+        return experts(y, expert_of, weight_of, self.gate_up, self.down).to(y.dtype) + self.shared.feed(y)
