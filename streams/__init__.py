@@ -1,1 +1,47 @@
-"""Ordered work as awaitable events."""
+"""Ordered work as awaitable events.
+
+`streams` moves buffers and knows no rows: `memory` decides which rows, `engine` decides when.
+
+Parts
+    event.py    `Event`: happens once, carries a result or an error, awaitable, with callbacks in completion order
+    stream.py   the protocols `Stream`, `Backend`, `Observer` and the rules all backends keep
+    queued.py   what backends share on the loop's side: limits, room, closing, counting, observing
+    cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
+    clock.py    the only source of time
+    errors.py   what can go wrong, and whose doing it was
+
+Invariants
+    1. Submitted is not completed. Nothing but an event says that work is complete.
+    2. Work owns its buffers until it completes. Cancelling a wait never cancels work.
+    3. Events become done on the loop's thread, in completion order, dependencies first; so state that callbacks change needs no locks.
+    4. A failure reaches the work ordered `after` it and nothing else.
+
+Choices
+    Events, not asyncio futures: cancelling a waiter cancels its future, and a dropped failure is reported long after its place.
+    Workers wait for one another's work on their own threads: a hop over the loop for each would cost more than most operations.
+"""
+
+from streams.clock import Clock, RealClock
+from streams.cpu import CpuBackend
+from streams.errors import (
+    Busy,
+    Closed,
+    DependencyFailed,
+    Escaped,
+    Full,
+    PeerLost,
+    SourceChanged,
+    StreamError,
+    TapeMismatch,
+    TransferFailed,
+)
+from streams.event import Event
+from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
+
+__all__ = [
+    "Event",
+    "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
+    "CpuBackend",
+    "Clock", "RealClock",
+    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed", "SourceChanged", "Escaped", "TapeMismatch",
+]  # fmt: skip

@@ -1,0 +1,60 @@
+"""What every test shares: one torch thread, both event loops, poisoned memory on request.
+
+Async tests run on whatever loop `event_loop_policy` gives: asyncio in debug mode. A module (or class) that wants both loops says
+`pytestmark = pytest.mark.both_loops`; its async tests then run once on asyncio in debug mode and once on uvloop.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+torch.set_num_threads(1)
+
+
+class _DebugPolicy(asyncio.DefaultEventLoopPolicy):
+    """asyncio's own loop, in debug mode: calls from the wrong thread and coroutines nobody awaited become errors."""
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        loop = super().new_event_loop()
+        loop.set_debug(True)
+        return loop
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_loops: async tests run on asyncio in debug mode and on uvloop")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("both_loops") and "event_loop_policy" in metafunc.fixturenames:
+        metafunc.parametrize("event_loop_policy", ["asyncio", "uvloop"], indirect=True)
+
+
+@pytest.fixture
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """The loop policy of an async test."""
+    return uvloop.EventLoopPolicy() if getattr(request, "param", "asyncio") == "uvloop" else _DebugPolicy()
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make torch.empty, empty_like and Tensor.new_empty return NaN (integers: a large negative value), so that unwritten output shows."""
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).max if tensor.dtype == torch.uint8 else torch.iinfo(tensor.dtype).min + 1)
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        real = getattr(owner, name)
+
+        def poisoned(*args: Any, _real: Any = real, **kwargs: Any) -> torch.Tensor:
+            return poison(_real(*args, **kwargs))
+
+        monkeypatch.setattr(owner, name, poisoned)
+    yield
