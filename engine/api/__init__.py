@@ -1,0 +1,35 @@
+"""The wire: OpenAI-shaped requests and answers, and their translation to and from the engine's values.
+
+Parts: `requests.py` decodes and checks bodies, `translate.py` makes sampling, messages and prompts of them, `responses.py` is the
+shape of what goes out, `chunks.py` fills it from generated chunks, `failures.py` turns exceptions into bodies. No HTTP here.
+
+Chosen:
+- A field that we know and cannot serve (tools, n > 1, logit_bias, echo, best_of, structured output, the reserved `session`) is refused
+  with a line that says so; ignoring it would answer another question than the one asked. Fields we do not know are ignored.
+- Without a maximum the engine's default applies, on both endpoints; OpenAI's 16 for completions surprises everybody.
+- Text parts of one message are put together with nothing between them, which is what the model's template does with them.
+- msgspec decodes and checks types in one pass: no second model of the same fields.
+"""
+
+from engine.api.chunks import (
+    AnswerHead,
+    chat_answer,
+    chat_chunk,
+    chat_usage_chunk,
+    completion_answer,
+    completion_chunk,
+    completion_usage_chunk,
+    token_characters,
+    usage_counts,
+)  # fmt: skip
+from engine.api.failures import error_body, error_fields
+from engine.api.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse_chat, parse_completion, parse_tokenize
+from engine.api.responses import ModelCard, ModelList, TokenizeAnswer, encode
+from engine.api.translate import template_arguments, to_messages, to_prompt, to_sampling, wants_usage
+
+__all__ = [
+    "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "TokenizeAnswer", "TokenizeRequest", "chat_answer",
+    "chat_chunk", "chat_usage_chunk", "completion_answer", "completion_chunk", "completion_usage_chunk", "encode", "error_body",
+    "error_fields", "parse_chat", "parse_completion", "parse_tokenize", "template_arguments", "to_messages", "to_prompt", "to_sampling",
+    "token_characters", "usage_counts", "wants_usage",
+]  # fmt: skip

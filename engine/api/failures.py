@@ -1,0 +1,21 @@
+"""Exceptions as OpenAI-shaped error bodies.
+
+1. Only our own errors show their message; anything else is our bug, and its text stays in the log.
+2. A message is one line.
+"""
+
+from engine.errors import ForebayError
+
+__all__ = ["error_body", "error_fields"]
+
+
+def error_fields(message: str, kind: str, *, field: str | None = None, code: str | None = None) -> dict[str, object]:
+    """The body of an error answer; also the last chunk of a stream that failed."""
+    return {"error": {"message": " ".join(message.split()), "type": kind, "param": field, "code": code}}
+
+
+def error_body(error: BaseException) -> tuple[int, dict[str, object]]:
+    """HTTP status and body for `error`."""
+    if isinstance(error, ForebayError):
+        return error.status, error_fields(str(error) or error.kind, error.kind, field=getattr(error, "field", None))
+    return 500, error_fields("internal error: see the server's log", ForebayError.kind)

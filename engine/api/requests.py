@@ -1,0 +1,261 @@
+"""What clients may send: the bodies of the chat, completion and tokenize endpoints, decoded and checked.
+
+Holds the request types and their checks. Knows neither the engine's objects (`translate.py`) nor HTTP; the size of a body is limited
+before it comes here.
+
+1. A decoded request can be served as far as its own fields tell: a wrong type, an impossible combination or a field that would be
+   answered wrongly if it were ignored raises BadRequest with the field's path (`messages[0].role`).
+2. Fields that we do not know are ignored, and `null` means "not given" for every optional field.
+3. Numbers are finite: JSON has no NaN, and a number outside float64 is refused.
+"""
+
+import re
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from engine.errors import BadRequest
+
+__all__ = [
+    "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "StreamOptions",
+    "TokenizeRequest", "ToolCall", "parse_chat", "parse_completion", "parse_tokenize",
+]  # fmt: skip
+
+_NESTING_MAX = 64  # of values that we pass on undecoded; templates recurse over them
+_TOP_LOGPROBS_MAX = 20
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; only text parts are served."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A call in an assistant's earlier turn; arguments are JSON text, as OpenAI sends them, or already an object."""
+
+    name: str
+    arguments: str | dict[str, object] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str | None = None
+    type: str = "function"
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields that both endpoints share. Extensions carry the names vLLM gave them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    logit_bias: dict[str, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    session: object = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """Body of /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    tools: list[dict[str, object]] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    response_format: dict[str, object] | None = None
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """Body of /v1/completions."""
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of /tokenize: a text, or messages to render first."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+_Request = TypeVar("_Request", ChatRequest, CompletionRequest, TokenizeRequest)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Decode and check a body of /v1/chat/completions. Raises BadRequest naming the field."""
+    request = _decode(body, ChatRequest)
+    _check_shared(request)
+    _check_messages(request.messages)
+    _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
+    if request.tools and request.tool_choice != "none":
+        raise BadRequest("tools are not served yet: leave them out, or send tool_choice 'none'", field="tools")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise BadRequest("tool_choice must be 'none' or 'auto': forced calls are not served", field="tool_choice")
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise BadRequest("response_format must be of type 'text': structured output is not served yet", field="response_format")
+    if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
+        raise BadRequest(
+            f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens}) disagree: send one",
+            field="max_completion_tokens",
+        )
+    _check_at_least_one(request.max_completion_tokens, "max_completion_tokens")
+    if request.top_logprobs is not None:
+        if not 0 <= request.top_logprobs <= _TOP_LOGPROBS_MAX:
+            raise BadRequest(f"top_logprobs must be between 0 and {_TOP_LOGPROBS_MAX}, not {request.top_logprobs}", field="top_logprobs")
+        if request.top_logprobs and not request.logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Decode and check a body of /v1/completions. Raises BadRequest naming the field."""
+    request = _decode(body, CompletionRequest)
+    _check_shared(request)
+    _check_prompt(request.prompt)
+    if request.best_of not in (None, 1):
+        raise BadRequest("best_of is not served: only the one answer that is generated is returned", field="best_of")
+    if request.echo:
+        raise BadRequest("echo is not served: the answer does not repeat the prompt", field="echo")
+    if request.suffix:
+        raise BadRequest("suffix is not served: the model continues the prompt only", field="suffix")
+    return request
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Decode and check a body of /tokenize: exactly one of `prompt` and `messages`. Raises BadRequest naming the field."""
+    request = _decode(body, TokenizeRequest)
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("send exactly one of prompt and messages", field="prompt")
+    if request.messages is not None:
+        _check_messages(request.messages)
+    _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
+    return request
+
+
+def _check_shared(request: GenerationRequest) -> None:
+    if request.n not in (None, 1):
+        raise BadRequest(f"n must be 1, not {request.n}: one answer a request", field="n")
+    if request.logit_bias:
+        raise BadRequest("logit_bias is not served", field="logit_bias")
+    if request.session is not None:
+        raise BadRequest("session is reserved and not served yet: leave it out", field="session")
+    if request.stream_options is not None and not request.stream:
+        raise BadRequest("stream_options needs stream to be true", field="stream_options")
+    _check_at_least_one(request.max_tokens, "max_tokens")
+
+
+def _check_at_least_one(value: int | None, field: str) -> None:
+    if value is not None and value < 1:
+        raise BadRequest(f"{field} must be an integer of at least 1, not {value}", field=field)
+
+
+def _check_messages(messages: list[ChatMessage]) -> None:
+    if not messages:
+        raise BadRequest("messages must hold at least one message", field="messages")
+    for index, message in enumerate(messages):
+        for call in message.tool_calls or ():
+            _check_nesting(call.function.arguments, f"messages[{index}].tool_calls")
+        if not isinstance(message.content, list):
+            continue
+        for place, part in enumerate(message.content):
+            field = f"messages[{index}].content[{place}]"
+            if part.type != "text":
+                raise BadRequest(f"{field}: parts of type {part.type[:40]!r} are not served, only 'text'", field=field)
+            if part.text is None:
+                raise BadRequest(f"{field}: a text part needs text", field=f"{field}.text")
+
+
+def _check_prompt(prompt: str | list[int | str | list[int]]) -> None:
+    """One prompt: a text, token ids, or a list that holds one of either."""
+    if isinstance(prompt, list):
+        kinds = set(map(type, prompt))
+        if len(kinds) > 1:
+            raise BadRequest("prompt mixes texts, token ids and lists", field="prompt")
+        if len(prompt) > 1 and kinds != {int}:
+            raise BadRequest(f"prompt holds {len(prompt)} prompts: one a request", field="prompt")
+    if not prompt or not (isinstance(prompt, str) or isinstance(prompt[0], int) or prompt[0]):
+        raise BadRequest("prompt must not be empty", field="prompt")
+
+
+def _check_nesting(value: object, field: str) -> None:
+    """Without recursion: that is what it guards against."""
+    level: list[object] = [value]
+    for _ in range(_NESTING_MAX + 1):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper.extend(item.values())
+            elif isinstance(item, list):
+                deeper.extend(item)
+        if not deeper:
+            return
+        level = deeper
+    raise BadRequest(f"{field} is nested deeper than {_NESTING_MAX} levels", field=field)
+
+
+def _decode(body: bytes, kind: type[_Request]) -> _Request:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
+    except UnicodeError as error:
+        raise BadRequest("the body is not valid UTF-8") from error
+
+
+def _refusal(message: str) -> BadRequest:
+    """msgspec's sentence as ours: ``Expected `int`, got `str` - at `$.seed` `` becomes ``seed: expected `int`, got `str` ``."""
+    text, _, path = message.partition(" - at `$")
+    field = path.rstrip("`").lstrip(".").replace("[...]", "")
+    missing = re.match(r"Object missing required field `(\w+)`", text)
+    if missing:
+        field = f"{field}.{missing[1]}" if field else missing[1]
+        return BadRequest(f"{field} is required", field=field)
+    text = text[0].lower() + text[1:]
+    return BadRequest(f"{field}: {text}" if field else f"the body: {text}", field=field or None)

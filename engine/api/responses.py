@@ -1,0 +1,156 @@
+"""What clients receive: the shapes of answers and stream chunks.
+
+Types only; `chunks.py` fills them. A field that may be absent is UNSET by default; one that is always present may be null.
+Token ids carry vLLM's names: `choices[].token_ids` everywhere, `prompt_token_ids` on a chat answer and on a completion's choice.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
+    "CompletionChoice", "CompletionLogprobs", "Delta", "ModelCard", "ModelList", "PromptTokensDetails", "Response", "TokenizeAnswer",
+    "TopLogprob", "UsageCounts", "encode",
+]  # fmt: skip
+
+TokenIds: TypeAlias = tuple[int, ...] | UnsetType
+StopReason: TypeAlias = str | int | UnsetType | None
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    cached_tokens: int
+
+
+class UsageCounts(msgspec.Struct, kw_only=True, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, kw_only=True, frozen=True):
+    """`bytes` are the token's own, which `token` cannot always show: a token may hold part of a character."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None
+
+
+class ChatLogprob(TopLogprob, kw_only=True, frozen=True):
+    top_logprobs: tuple[TopLogprob, ...]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True, frozen=True):
+    content: tuple[ChatLogprob, ...]
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, kw_only=True, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True, frozen=True):
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = UNSET
+    token_ids: TokenIds = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: tuple[ChatChunkChoice, ...]
+    usage: UsageCounts | UnsetType | None = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class ChatReply(msgspec.Struct, kw_only=True, frozen=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):
+    index: int = 0
+    message: ChatReply
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = UNSET
+    token_ids: TokenIds = UNSET
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: UsageCounts
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):
+    """Four lists with one element a token. Offsets are in characters of the answer's token texts."""
+
+    tokens: tuple[str, ...]
+    token_logprobs: tuple[float, ...]
+    top_logprobs: tuple[dict[str, float], ...]
+    text_offset: tuple[int, ...]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True, frozen=True):
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: StopReason = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    """A whole answer (with usage) or a chunk of a stream: OpenAI gives both one shape and one name."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: tuple[CompletionChoice, ...]
+    usage: UsageCounts | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "forebay"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True, frozen=True):
+    object: Literal["list"] = "list"
+    data: tuple[ModelCard, ...]
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+Response: TypeAlias = ChatChunk | ChatAnswer | CompletionAnswer | ModelList | ModelCard | TokenizeAnswer
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(response: Response | dict[str, object]) -> bytes:
+    """JSON on one line, as an SSE event needs it."""
+    return _encoder.encode(response)

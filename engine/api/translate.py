@@ -1,0 +1,111 @@
+"""Requests as the engine's values: sampling, messages, prompts and template arguments.
+
+Pure functions over checked requests. Knows neither tokens nor templates: rendering and encoding are `engine/text`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import msgspec
+
+from engine.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, ToolCall
+from engine.errors import BadRequest
+from engine.protocol import Message
+from engine.sampling import Sampling
+
+__all__ = ["template_arguments", "to_messages", "to_prompt", "to_sampling", "wants_usage"]
+
+_DEFAULTS = Sampling()
+# Arguments of `ChatTemplate.render` that a client may not replace through chat_template_kwargs.
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _DEFAULTS) -> Sampling:
+    """The request's sampling; what it leaves out comes from `defaults` (a model's generation_config.json).
+
+    Raises: BadRequest: a value out of range, naming the field.
+    """
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    given: dict[str, object] = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": 0 if request.top_k == -1 else request.top_k,  # -1 is how vLLM spells "off"
+        "min_p": request.min_p,
+        "seed": request.seed,
+        "repetition_penalty": request.repetition_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "stop": stop or None,
+        "stop_token_ids": tuple(request.stop_token_ids or ()) or None,
+        "ignore_eos": request.ignore_eos,
+        "include_stop": request.include_stop_str_in_output,
+        "logprobs": _logprobs(request),
+    }
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        given["max_tokens"] = request.max_completion_tokens
+    return replace(defaults, **{field: value for field, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+    """Chat: a switch and a count. Completions: a count, 0 for the chosen token alone."""
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def wants_usage(request: GenerationRequest) -> bool:
+    """Whether a stream ends with a usage chunk."""
+    return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def to_prompt(request: CompletionRequest) -> str | list[int]:
+    """The one prompt of a checked request: a text or token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, list) and not isinstance(prompt[0], int):
+        return prompt[0]
+    return cast("str | list[int]", prompt)  # all elements have the first one's type, checked when parsed
+
+
+def to_messages(request: ChatRequest | TokenizeRequest) -> list[Message]:
+    """Messages as a chat template reads them.
+
+    Content is always text: text parts are put together as they stand, with nothing between them, as the model's own template does;
+    null becomes "". `developer` becomes `system`. Arguments of earlier calls become objects.
+    Raises: BadRequest: arguments that are not a JSON object.
+    """
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages or ())]
+
+
+def _message(message: ChatMessage, field: str) -> Message:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text or "" for part in content)
+    out: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    for name in ("reasoning_content", "name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            out[name] = getattr(message, name)
+    if message.tool_calls:
+        out["tool_calls"] = [_call(call, f"{field}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls)]
+    return out
+
+
+def _call(call: ToolCall, field: str) -> dict[str, object]:
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, object])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadRequest(f"{field}.function.arguments must be a JSON object", field=f"{field}.function.arguments") from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
+
+
+def template_arguments(request: ChatRequest | TokenizeRequest) -> Mapping[str, object]:
+    """Extra variables of the chat template. Raises BadRequest for names that are the template call's own."""
+    arguments = dict(request.chat_template_kwargs or {})
+    for name in sorted(_OURS & arguments.keys()):
+        raise BadRequest(f"chat_template_kwargs must not hold {name}", field="chat_template_kwargs")
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+    return arguments
