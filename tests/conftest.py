@@ -1,11 +1,11 @@
 """What every test shares: one torch thread, both event loops, poisoned memory on request.
 
-Async tests run on whatever loop `event_loop_policy` gives: asyncio in debug mode. A module (or class) that wants both loops says
-`pytestmark = pytest.mark.both_loops`; its async tests then run once on asyncio in debug mode and once on uvloop.
+Async tests run on asyncio's loop in debug mode. A module that wants both loops says `pytestmark = pytest.mark.both_loops`: its async
+tests then run once there and once on uvloop.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,32 +15,27 @@ import uvloop
 torch.set_num_threads(1)
 
 
-class _DebugPolicy(asyncio.DefaultEventLoopPolicy):
+def _debug_loop() -> asyncio.AbstractEventLoop:
     """asyncio's own loop, in debug mode: calls from the wrong thread and coroutines nobody awaited become errors."""
-
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        loop = super().new_event_loop()
-        loop.set_debug(True)
-        return loop
+    loop = asyncio.new_event_loop()
+    loop.set_debug(True)
+    return loop
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "both_loops: async tests run on asyncio in debug mode and on uvloop")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("both_loops") and "event_loop_policy" in metafunc.fixturenames:
-        metafunc.parametrize("event_loop_policy", ["asyncio", "uvloop"], indirect=True)
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Which loops an async test runs on."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": _debug_loop}
+    if item.get_closest_marker("both_loops"):
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops
 
 
 @pytest.fixture
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    """The loop policy of an async test."""
-    return uvloop.EventLoopPolicy() if getattr(request, "param", "asyncio") == "uvloop" else _DebugPolicy()
-
-
-@pytest.fixture
-def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make torch.empty, empty_like and Tensor.new_empty return NaN (integers: a large negative value), so that unwritten output shows."""
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,4 +52,3 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             return poison(_real(*args, **kwargs))
 
         monkeypatch.setattr(owner, name, poisoned)
-    yield
