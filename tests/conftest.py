@@ -15,11 +15,15 @@ import uvloop
 torch.set_num_threads(1)
 
 
-def _debug_loop() -> asyncio.AbstractEventLoop:
-    """asyncio's own loop, in debug mode: calls from the wrong thread and coroutines nobody awaited become errors."""
-    loop = asyncio.new_event_loop()
-    loop.set_debug(True)
-    return loop
+class _DebugLoop(asyncio.SelectorEventLoop):
+    """asyncio's own loop in debug mode: calls from the wrong thread and coroutines nobody awaited become errors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        super().set_debug(True)
+
+    def set_debug(self, enabled: bool) -> None:
+        """The runner that pytest-asyncio makes would switch it off."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Which loops an async test runs on."""
-    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": _debug_loop}
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": _DebugLoop}
     if item.get_closest_marker("both_loops"):
         loops["uvloop"] = uvloop.new_event_loop
     return loops
