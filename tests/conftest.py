@@ -18,12 +18,9 @@ torch.set_num_threads(1)
 class _DebugLoop(asyncio.SelectorEventLoop):
     """asyncio's own loop in debug mode: calls from the wrong thread and coroutines nobody awaited become errors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        super().set_debug(True)
-
     def set_debug(self, enabled: bool) -> None:
-        """The runner that pytest-asyncio makes would switch it off."""
+        """Stays on: the runner that pytest-asyncio makes would switch it off."""
+        super().set_debug(True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
