@@ -1,0 +1,31 @@
+"""Scores of all index keys for each query row: what the selection chooses by. Row-invariant: see `kernels`.
+
+A page is always scored whole, so that the shape of a product does not follow the length of a history; the caller's buffer has room for it.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.index_score import reference
+from kernels.layout import PAGE_KEYS, KeyLayout
+
+__all__ = ["index_scores"]
+
+
+def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int, layout: KeyLayout, out: Tensor) -> None:
+    """Score positions 0 to keys - 1. Scores may be negative; nothing is masked.
+
+    query         [rows, heads, width]  float    rotated; any strides
+    head_weights  [rows, heads]         float32  unscaled: both constant factors (width^-1/2, heads^-1/2) are applied here
+    pages         [pages]               int64    addresses of [1024][key_bytes]; position p is key p % 1024 of page p // 1024
+    out           [rows, columns]       float32  columns >= keys rounded up to whole pages; written in full up to there, where columns
+                                                 from `keys` on hold what the page's unused keys happen to give (NaN included)
+    Args: keys: how many positions have a key, >= 0. layout: how keys are stored.
+    """
+    assert query.device.type == "cpu", f"index_scores has no kernel for {query.device.type}"
+    needed = -(-keys // PAGE_KEYS)
+    assert needed <= pages.shape[0], f"{keys} keys need {needed} pages, got {pages.shape[0]}"
+    assert needed * PAGE_KEYS <= out.shape[1], f"{needed} pages do not fit {out.shape[1]} columns"
+    assert query.shape[2] == layout.width, f"queries are {query.shape[2]} wide, keys {layout.width}"
+    assert head_weights.dtype == torch.float32, f"head weights are {head_weights.dtype}"
+    reference.index_scores(query, head_weights, pages, keys, layout, out)

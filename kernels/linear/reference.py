@@ -1,0 +1,41 @@
+"""Products of rows with weights in tiles of 8 rows. Knows nothing of what the weights mean.
+
+Invariant: a row's result is one product of a fixed shape, [8, width] by the weight; see `kernels/tile.py`.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.tile import TILE_ROWS, empty_tiles, padded_rows, tiled_rows
+
+__all__ = ["heads_linear", "linear"]
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x · weight^T`; see the package page."""
+    rows = x.shape[0]
+    tiles = tiled_rows(x)
+    transposed = weight.t()
+    out = torch.empty((tiles.shape[0], weight.shape[0]), dtype=x.dtype)
+    for start in range(0, tiles.shape[0], TILE_ROWS):
+        torch.mm(tiles[start : start + TILE_ROWS], transposed, out=out[start : start + TILE_ROWS])
+    return out[:rows]
+
+
+def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x[:, n] · weight[n]^T` for every head n; see the package page."""
+    rows, heads, width = x.shape
+    whole = padded_rows(rows)
+    tiles = empty_tiles((whole // TILE_ROWS, heads, TILE_ROWS, width), x.dtype)
+    by_row = tiles.transpose(1, 2)  # [tiles, 8, heads, width]
+    full = rows // TILE_ROWS
+    by_row[:full].copy_(x[: full * TILE_ROWS].unflatten(0, (full, TILE_ROWS)))
+    if full < tiles.shape[0]:
+        left = rows - full * TILE_ROWS
+        by_row[full, :left].copy_(x[full * TILE_ROWS :])
+        by_row[full, left:].zero_()
+    transposed = weight.transpose(1, 2)
+    out = torch.empty((tiles.shape[0], heads, TILE_ROWS, weight.shape[1]), dtype=x.dtype)
+    for tile in range(tiles.shape[0]):
+        torch.bmm(tiles[tile], transposed, out=out[tile])
+    return out.transpose(1, 2).reshape(whole, heads, weight.shape[1])[:rows]

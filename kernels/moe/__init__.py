@@ -1,0 +1,61 @@
+"""Gated MLPs: dense (`gated_mlp`), the router (`route`) and the routed experts (`experts`). Row-invariant: see `kernels`.
+
+Choices kept: the router's bias steers the choice only and never the weights; dropped groups get -inf, not 0 (biases may be negative).
+The shared expert is a `gated_mlp` of its own that the model adds: no gate, no factor.
+"""
+
+from torch import Tensor
+
+from kernels.moe import reference
+
+__all__ = ["gated_mlp", "route", "experts"]
+
+
+def gated_mlp(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """`(silu(y · gate^T) * (y · up^T)) · down^T`.
+
+    y         [rows, hidden]   float  rows >= 0
+    gate, up  [width, hidden]  same dtype
+    down      [hidden, width]  same dtype
+    returns   [rows, hidden]   same dtype
+    """
+    assert y.device.type == "cpu", f"gated_mlp has no kernel for {y.device.type}"
+    return reference.gated_mlp(y, gate, up, down)
+
+
+def route(
+    y: Tensor, gate: Tensor, bias: Tensor, *, experts_per_token: int, groups: int, groups_kept: int, normalise: bool, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Choose each row's experts and their weights. Float32 throughout.
+
+    y          [rows, hidden]     float
+    gate       [experts, hidden]  float
+    bias       [experts]          float32  added for the choice only
+    expert_of  [rows, slots]      int64    distinct, best first; ties to the lower id; slots = experts_per_token
+    weight_of  [rows, slots]      float32  unbiased sigmoid, divided by its sum if `normalise`, times `factor`
+    Args: groups: consecutive equal groups of experts; groups_kept: how many a row may use (both 1: no groups).
+    Returns: expert_of, weight_of. A row of NaN still gets valid, distinct experts.
+    """
+    assert y.device.type == "cpu", f"route has no kernel for {y.device.type}"
+    count = gate.shape[0]
+    assert count % groups == 0, f"{count} experts do not fall into {groups} groups"
+    assert experts_per_token <= groups_kept * (count // groups), f"{groups_kept} groups cannot give {experts_per_token} experts"
+    return reference.route(
+        y, gate, bias, experts_per_token=experts_per_token, groups=groups, groups_kept=groups_kept, normalise=normalise, factor=factor
+    )
+
+
+def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Weighted sum of each row's chosen experts, added slot by slot in float32.
+
+    y          [rows, hidden]               float  rows >= 0
+    expert_of  [rows, slots]                int64
+    weight_of  [rows, slots]                float32
+    gate_up    [experts, 2 * width, hidden] y's dtype  gate rows first
+    down       [experts, hidden, width]     y's dtype
+    returns    [rows, hidden]               y's dtype
+    """
+    assert y.device.type == "cpu", f"experts has no kernel for {y.device.type}"
+    assert expert_of.shape == weight_of.shape, f"{tuple(expert_of.shape)} experts, {tuple(weight_of.shape)} weights"
+    assert gate_up.shape[1] == 2 * down.shape[2], f"gate_up {tuple(gate_up.shape)} does not fit down {tuple(down.shape)}"
+    return reference.experts(y, expert_of, weight_of, gate_up, down)

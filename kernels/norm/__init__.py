@@ -1,0 +1,29 @@
+"""RMSNorm and LayerNorm over the last dimension, reduced in float32. Row-invariant: see `kernels`."""
+
+from torch import Tensor
+
+from kernels.norm import reference
+
+__all__ = ["rms_norm", "layer_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise in float32, cast back to the input's dtype, then multiply by the weight (no bias, no "+1").
+
+    x        [..., width]  float  any strides
+    weight   [width]       float
+    returns  [..., width]  the dtype of x times weight, contiguous
+    """
+    assert x.device.type == "cpu", f"rms_norm has no kernel for {x.device.type}"
+    return reference.rms_norm(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm proper: the mean is removed and the bias added.
+
+    x             [..., width]  float  any strides
+    weight, bias  [width]       float
+    returns       [..., width]  x's dtype, contiguous
+    """
+    assert x.device.type == "cpu", f"layer_norm has no kernel for {x.device.type}"
+    return reference.layer_norm(x, weight, bias, eps)

@@ -1,0 +1,49 @@
+"""Absorbed latent attention over a selection: queries against latent and rotary key, result in latent space.
+
+Row-invariant: see `kernels`. `sparse_mla` reads rows that a gather brought; `sparse_mla_indexed` reads a history laid out by position,
+for appends, and gives the same bits. Refused: a smaller k while the history is short (a product's shape would follow the length), and a
+batched product over rows (its shape would follow their number).
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.sparse_mla import reference
+
+__all__ = ["sparse_mla", "sparse_mla_indexed"]
+
+
+def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
+    """Attend to gathered rows. Softmax in float32.
+
+    query_latent  [rows, heads, latent]  float    absorbed with the key half of kv_b; any strides
+    query_rope    [rows, heads, rope]    float    rotated; any strides
+    latent        [rows, k, latent]      float32  row of each pick
+    rope          [rows, k, rope]        float32  rotated key of each pick
+    selection     [rows, k]              int32    positions; -1: unused, contributes nothing whatever its row holds
+    returns       [rows, heads, latent]  query's dtype  zeros for a row with no picks
+    Args: scale: the softmax scale, from the query's width before absorption.
+    """
+    _check(query_latent, query_rope, latent, rope, selection)
+    assert latent.shape[:2] == selection.shape, f"{tuple(selection.shape)} picks, rows {tuple(latent.shape)}"
+    return reference.sparse_mla(query_latent, query_rope, latent, rope, selection, scale)
+
+
+def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
+    """Attend to rows of one history, with the bits of gathering them first.
+
+    latent        [positions, latent]    float32  rows nobody selected are not read
+    rope          [positions, rope]      float32
+    All else as in `sparse_mla`; selected positions are below `positions`.
+    """
+    _check(query_latent, query_rope, latent, rope, selection)
+    assert latent.dim() == 2, f"a history is [positions, latent], not {tuple(latent.shape)}"
+    return reference.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
+
+
+def _check(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor) -> None:
+    assert query_latent.device.type == "cpu", f"sparse_mla has no kernel for {query_latent.device.type}"
+    assert latent.dtype == rope.dtype == torch.float32, f"rows are {latent.dtype} and {rope.dtype}"
+    assert query_latent.shape[2] == latent.shape[-1], f"queries are {query_latent.shape[2]} wide, rows {latent.shape[-1]}"
+    assert query_rope.shape[2] == rope.shape[-1], f"rotary queries are {query_rope.shape[2]} wide, keys {rope.shape[-1]}"
+    assert query_latent.shape[0] == selection.shape[0], f"{query_latent.shape[0]} queries, {selection.shape[0]} selections"

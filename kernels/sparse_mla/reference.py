@@ -1,0 +1,60 @@
+"""Absorbed MLA over the selected rows, one query row at a time over exactly k picks. Knows no positions' meaning, no packed rows.
+
+Invariants:
+1. Every query row runs the same shapes, [heads, latent] by [k, latent], however few of its picks are used.
+2. Unused picks are zeroed in scratch and masked before the softmax: what memory holds there never reaches a result.
+3. Operands are copied to aligned scratch first, so where a row lies changes no bit.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.tile import empty_tiles
+
+__all__ = ["sparse_mla", "sparse_mla_indexed"]
+
+
+def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
+    """Attend to gathered rows: pick p of row t lies at [t, p]; see the package page."""
+    rows, picks = selection.shape
+    place = torch.arange(rows * picks).view(rows, picks)
+    places = torch.where(selection >= 0, place, -1)
+    return _attend(query_latent, query_rope, latent.reshape(rows * picks, -1), rope.reshape(rows * picks, -1), places, scale)
+
+
+def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
+    """Attend to rows of one history, read by position; see the package page."""
+    return _attend(query_latent, query_rope, latent, rope, selection.long(), scale)
+
+
+def _attend(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, places: Tensor, scale: float) -> Tensor:
+    """The one loop behind both. `places` [rows, k] int64 indexes `latent` and `rope`; -1: unused."""
+    rows, heads, width = query_latent.shape
+    picks = places.shape[1]
+    out = torch.zeros((rows, heads, width))
+    one_latent = empty_tiles((heads, width), torch.float32)
+    one_rope = empty_tiles((heads, query_rope.shape[2]), torch.float32)
+    picked_latent = torch.empty((picks, width))
+    picked_rope = torch.empty((picks, query_rope.shape[2]))
+    logits = torch.empty((heads, picks))
+    unused = places < 0
+    used = (picks - unused.sum(1)).tolist()
+    readable = places.clamp_min(0)
+    for row in range(rows):
+        if used[row] == 0:
+            continue
+        torch.index_select(latent, 0, readable[row], out=picked_latent)
+        torch.index_select(rope, 0, readable[row], out=picked_rope)
+        if used[row] < picks:
+            picked_latent.masked_fill_(unused[row, :, None], 0.0)
+            picked_rope.masked_fill_(unused[row, :, None], 0.0)
+        one_latent.copy_(query_latent[row])
+        one_rope.copy_(query_rope[row])
+        torch.mm(one_latent, picked_latent.t(), out=logits)
+        logits.addmm_(one_rope, picked_rope.t())
+        logits.mul_(scale)
+        if used[row] < picks:
+            logits.masked_fill_(unused[row], float("-inf"))
+        torch.softmax(logits, 1, out=logits)
+        torch.mm(logits, picked_latent, out=out[row])
+    return out.to(query_latent.dtype)
