@@ -42,7 +42,7 @@ def _quantize(latent: Tensor) -> tuple[Tensor, Tensor]:
     scales = (grouped.abs().amax(dim=-1) / 127.0).clamp(max=_SCALE_MAX).to(torch.float16)
     divisor = torch.where(scales > 0, scales.float(), float("inf"))  # x / inf = 0: an all-zero group without a branch
     values = (grouped / divisor[..., None]).round().clamp(-127, 127).to(torch.int8)
-    return values.view(rows, -1)[:, :width], scales.masked_fill(~finite, float("nan"))
+    return values.view(rows, groups * SCALE_GROUP)[:, :width], scales.masked_fill(~finite, float("nan"))
 
 
 def pack_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
@@ -67,7 +67,7 @@ def unpack_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
         scales = _from_bytes(rows[..., layout.scales_offset : layout.rope_offset], torch.float16).float()
         groups, lead = layout.scale_groups, rows.shape[:-1]
         values = pad(_from_bytes(stored, torch.int8).float(), (0, groups * SCALE_GROUP - layout.latent))
-        latent = (values.view(*lead, groups, SCALE_GROUP) * scales[..., None]).view(*lead, -1)[..., : layout.latent].contiguous()
+        latent = (values.view(*lead, groups, SCALE_GROUP) * scales[..., None]).view(values.shape)[..., : layout.latent].contiguous()
     else:
         latent = _from_bytes(stored, wide).float()
     rope_bytes = layout.rope * wide.itemsize
