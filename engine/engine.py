@@ -1,0 +1,262 @@
+"""`Engine`: the public face. Opens a model, keeps sessions, starts generations.
+
+Holds the stage, the step loop's task and the sessions by id. Knows no HTTP.
+
+Invariants:
+1. Everything the engine starts ends inside `Engine.open`'s block.
+2. `generate` never waits; errors that make a request impossible come at the first await of the generation.
+Source: design, sections 1 and 11.
+"""
+
+import asyncio
+import functools
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from engine.config import EngineConfig
+from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
+from engine.generation import Generation
+from engine.loop import StepLoop
+from engine.model.glm import Model, load_model
+from engine.protocol import Progress, Prompt, SessionId
+from engine.request import Request
+from engine.sampling import Sampling
+from engine.sampling_table import SamplingState
+from engine.session import Phase, Session
+from engine.stage import Stage, open_stage
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from streams import Backend, CpuBackend
+
+__all__ = ["Engine", "Statistics"]
+
+_log = structlog.get_logger("engine")
+_DEFAULT = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A snapshot. Rows are counted in positions; bytes are physical."""
+
+    sessions: int
+    running: int
+    waiting: int
+    steps: int
+    mirrored_rows: int
+    hot_rows: int
+    ring_rows: int
+    hits: int
+    misses: int
+    host_bytes: int
+    device_bytes: int
+    resident_bytes: int
+
+
+class Engine:
+    """An open engine. Made by `Engine.open`."""
+
+    def __init__(
+        self, config: EngineConfig, stage: Stage, *, name: str, tokenizer: Tokenizer, template: ChatTemplate, context_max: int
+    ) -> None:
+        self.config = config
+        self.model_name = name
+        self.context_max = context_max
+        self._stage = stage
+        self.tokenizer = tokenizer
+        self.template = template
+        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max)
+        self._sessions: dict[SessionId, Session] = {}
+        self._ready = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None, backend: Backend | None = None
+    ) -> AsyncIterator["Engine"]:
+        """Load a model directory and run its step loop for the length of the block.
+
+        Args: progress: called from a worker thread with (tensors read, tensors in all). backend: streams to use; default: the device's.
+        Raises: BadModel, BadSetting, NotAdmitted: one line each.
+        """
+        if not __debug__:
+            raise BadSetting("python -O removes the checks that protect the rows; run without it")
+        config = config or EngineConfig()
+        if config.device == "cuda":
+            raise BadSetting("device cuda is not built yet; use --device cpu")
+        directory = Path(model)
+        load = functools.partial(load_model, directory, latent_norm_eps=config.latent_norm_eps, progress=progress)
+        weights: Model = await asyncio.to_thread(load)
+        owned = CpuBackend() if backend is None else None
+        streams = backend or owned
+        assert streams is not None
+        context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
+        stage = open_stage(weights, config, streams, context_max=context_max)
+        engine = cls(
+            config, stage, name=directory.resolve().name, tokenizer=Tokenizer.load(directory),
+            template=ChatTemplate.load(directory), context_max=context_max,
+        )  # fmt: skip
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(engine._loop.run(), name="step loop")
+                engine._ready = True
+                try:
+                    yield engine
+                # Kept aside so that the caller's own error leaves as it was, not inside an exception group.
+                except BaseException as error:
+                    failure = error
+                await engine._shut()
+        finally:
+            if owned is not None:
+                await owned.close()
+            await engine.tokenizer.aclose()
+        if failure is not None:
+            raise failure
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are admitted."""
+        return self._ready
+
+    async def create_session(self) -> SessionId:
+        """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`."""
+        if len(self._sessions) >= self.config.sessions_max:
+            raise NotAdmitted(f"{len(self._sessions)} sessions are held, the most allowed; close one", retry_after_s=5.0)
+        return self._new_session(temporary=False).id
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """Forget a session and release its memory; a running request of it is aborted first. Raises UnknownSession."""
+        session = self._session(session_id)
+        for request in [one for one in (*self._loop.waiting, *self._loop.appending, *self._loop.decoding) if one.session is session]:
+            self._loop.abort(request)
+            while not session.idle and session.phase is not Phase.CLOSED:
+                await asyncio.sleep(0)
+        del self._sessions[session_id]
+        if session.memory is not None:
+            session.memory.close()
+            session.memory = None
+        if session.phase is not Phase.CLOSED:
+            session.move(Phase.CLOSED)
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> Generation:  # fmt: skip
+        """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
+
+        Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, NotAdmitted; later: SessionBroken.
+        """
+        start = functools.partial(self._start, prompt, sampling, session, request_id or secrets.token_hex(8), template_arguments or {})
+        return Generation(start, self._loop.abort)
+
+    def statistics(self) -> Statistics:
+        """A frozen snapshot; costs a pass over the sessions."""
+        held = [request.session for request in (*self._loop.appending, *self._loop.decoding)]
+        sessions = {session.id: session for session in (*self._sessions.values(), *held)}
+        memories = [session.memory.statistics() for session in sessions.values() if session.memory is not None]
+        ledger = self._stage.ledger
+        layout = self._stage.layout
+        return Statistics(
+            sessions=len(sessions),
+            running=len(held),
+            waiting=len(self._loop.waiting),
+            steps=self._loop.steps,
+            mirrored_rows=sum(one.mirrored for one in memories),
+            hot_rows=sum(one.hot_rows for one in memories),
+            ring_rows=sum(one.ring_rows for one in memories),
+            hits=sum(one.hits for one in memories),
+            misses=sum(one.misses for one in memories),
+            host_bytes=ledger.payload("host"),
+            device_bytes=ledger.allocated("device"),
+            resident_bytes=sum(one.logical for one in memories) * (layout.block_bytes // 64),
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more; wait for running requests at most `timeout_s` seconds, then abort them."""
+        self._ready = False
+        self._loop.close()
+        try:
+            await asyncio.wait_for(self._loop.wait_idle(), timeout_s)
+        except TimeoutError:
+            self._abort_all()
+            await self._loop.wait_idle()
+
+    def _abort_all(self) -> None:
+        for request in (*self._loop.waiting, *self._loop.appending, *self._loop.decoding):
+            self._loop.abort(request)
+
+    async def _shut(self) -> None:
+        """Abort what runs, wait for it, close every session."""
+        self._ready = False
+        self._loop.close()
+        self._abort_all()
+        await self._loop.wait_idle()
+        for session_id in list(self._sessions):
+            await self.close_session(session_id)
+
+    def _session(self, session_id: SessionId) -> Session:
+        found = self._sessions.get(session_id)
+        if found is None:
+            raise UnknownSession(f"no session {session_id!r}", field="session")
+        return found
+
+    def _new_session(self, *, temporary: bool) -> Session:
+        session = Session(SessionId(secrets.token_hex(8)), temporary=temporary)
+        if not temporary:
+            self._sessions[session.id] = session
+        return session
+
+    async def _start(
+        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, object]
+    ) -> Request:
+        """Check, tokenise and queue one request."""
+        session = self._new_session(temporary=True) if session_id is None else self._session(session_id)
+        if session.phase in (Phase.BROKEN, Phase.CLOSED):
+            raise BadRequest(f"session {session.id} is {session.phase.value}; create another", field="session")
+        tokens = await self._tokens(prompt, template_arguments, continues=bool(session.tokens))
+        held = len(session.tokens)
+        if not tokens and held == session.rows:
+            raise BadRequest("the prompt has no tokens", field="prompt")
+        room = self.context_max - held - len(tokens)
+        if room < (sampling.max_tokens or 1):
+            asked = sampling.max_tokens or 1
+            raise BadRequest(
+                f"{held + len(tokens)} prompt tokens and {asked} new ones exceed the context of {self.context_max} tokens", field="prompt"
+            )
+        max_tokens = sampling.max_tokens or min(self.config.default_max_tokens, room)
+        request = Request(
+            request_id, session, tokens, sampling, max_tokens=max_tokens, eos=self._stage.model.config.eos_token_ids,
+            tokenizer=self.tokenizer if self.tokenizer.available else None,
+        )  # fmt: skip
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        request.prompt = (*session.tokens, *tokens)
+        request.state = SamplingState.of(sampling, seed, request.prompt, self._stage.model.config.vocabulary)
+        self._loop.enqueue(request)
+        return request
+
+    async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool) -> list[int]:
+        """Token ids of a prompt in any of its forms. `continues`: the session has tokens already."""
+        if isinstance(prompt, str):
+            return await self.tokenizer.encode_async(prompt)
+        if all(isinstance(item, int) for item in prompt):
+            return self._checked(prompt)  # type: ignore[arg-type]  # just checked
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if len(messages) != len(prompt):
+            raise BadRequest("a prompt is a text, token ids, or chat messages", field="prompt")
+        text = self.template.render(messages, **template_arguments)
+        if continues:
+            # What the template puts before the first turn is in the session already.
+            text = text.removeprefix(self.template.render([], add_generation_prompt=False))
+        return await self.tokenizer.encode_async(text)
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        vocabulary = self._stage.model.config.vocabulary
+        for token in ids:
+            if not 0 <= token < vocabulary:
+                raise BadRequest(f"token id {token} is outside the vocabulary of {vocabulary}", field="prompt")
+        return list(ids)

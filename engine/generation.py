@@ -1,0 +1,127 @@
+"""`Generation`: the caller's end of one request.
+
+Holds the request and hands out its chunks. Knows nothing of steps.
+
+Invariants:
+1. Nothing happens until the generation is first awaited, iterated or entered.
+2. Leaving it (`aclose`, leaving the block, dropping the object) aborts the request within one step; the session keeps what was generated.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from engine.chunk import Chunk, TokenLogprob, Usage
+from engine.errors import ForebayError
+from engine.protocol import SessionId
+from engine.request import Request
+
+__all__ = ["Completion", "Generation", "Progress"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole generation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Rows of the prompt that are in place, and rows it needs; 0 and 0 until the prompt is known."""
+
+    rows_done: int
+    rows_total: int
+
+
+class Generation:
+    """Async iterator and async context manager of chunks."""
+
+    def __init__(self, start: Callable[[], Awaitable[Request]], abort: Callable[[Request], None]) -> None:
+        self._start = start
+        self._abort = abort
+        self._request: Request | None = None
+        self._starting: asyncio.Lock | None = None
+        self._ended = False
+        self._closed = False
+
+    @property
+    def session_id(self) -> SessionId | None:
+        """The session it runs in; None until it has started."""
+        return None if self._request is None else self._request.session.id
+
+    @property
+    def progress(self) -> Progress:
+        """How much of the prompt has rows; may be read at any time."""
+        request = self._request
+        if request is None or not request.prompt:
+            return Progress(0, 0)
+        done = request.cached + (0 if request.append is None else request.append.done_rows)
+        return Progress(done, len(request.prompt))
+
+    async def prompt(self) -> tuple[int, ...]:
+        """Token ids of the whole context this generation continues. Raises: BadRequest, NotAdmitted."""
+        return (await self._begin()).prompt
+
+    async def complete(self) -> Completion:
+        """Read it to the end."""
+        text, tokens, logprobs = [], [], []
+        last: Chunk | None = None
+        async for last in self:
+            text.append(last.text)
+            tokens.extend(last.token_ids)
+            logprobs.extend(last.logprobs)
+        assert last is not None and last.finish_reason is not None, "a generation ends with a finish reason or an error"
+        return Completion("".join(text), tuple(tokens), last.finish_reason, last.usage, tuple(logprobs))
+
+    async def _begin(self) -> Request:
+        if self._starting is None:
+            self._starting = asyncio.Lock()
+        async with self._starting:
+            if self._request is None:
+                request = await self._start()
+                self._request = request
+                # Dropping the generation without closing it must stop the work too.
+                weakref.finalize(self, self._abort, request).atexit = False
+        return self._request
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._ended or self._closed:
+            raise StopAsyncIteration
+        request = await self._begin()
+        item = await request.chunks.get()
+        if isinstance(item, ForebayError):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    async def __aenter__(self) -> Self:
+        await self._begin()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort and wait until the request has ended; nothing if it has."""
+        self._closed = True
+        request = self._request
+        if request is None or self._ended:
+            return
+        self._abort(request)
+        while True:
+            item = await request.chunks.get()
+            if isinstance(item, ForebayError) or item.finish_reason is not None:
+                self._ended = True
+                return

@@ -1,0 +1,378 @@
+"""The step loop: admits requests, submits steps and append units, follows steps one behind.
+
+Holds who waits, who appends, who decodes. Decisions are `scheduler.decide`'s; only this loop awaits device work.
+
+Invariants:
+1. The next step is submitted before the host has seen the token of the one before; at most one step is followed late.
+2. A session in a step submitted before its stop was seen is rolled back when that step completes, and only then leaves its place.
+3. A failed operation ends the requests whose step or append it belonged to, and no others.
+4. Whatever ends a request, its chunk queue gets exactly one last item.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from engine.append import AppendRun
+from engine.decode import DecodeStep, StepEvents
+from engine.errors import ForebayError, NotAdmitted, SessionBroken
+from engine.request import Request
+from engine.sampling_table import SamplingTable
+from engine.scheduler import Decision, decide
+from engine.session import Phase
+from engine.stage import Stage
+from memory.errors import DoesNotFit
+from memory.table import StepTable
+from streams import Event
+
+__all__ = ["StepLoop"]
+
+_log = structlog.get_logger("engine")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Buffers of one batch size, and who is in its table."""
+
+    step: DecodeStep
+    table: StepTable
+    sampling: SamplingTable
+    members: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step not followed yet."""
+
+    bucket: _Bucket
+    members: tuple[Request, ...]
+    events: StepEvents
+
+
+class StepLoop:
+    """Runs requests on one stage until closed."""
+
+    def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int) -> None:
+        self.stage = stage
+        self.waiting: list[Request] = []
+        self.appending: list[Request] = []
+        self.decoding: list[Request] = []
+        self.steps = 0
+        self._limit = decode_batch_limit
+        self._waiting_max = waiting_max
+        self._buckets: dict[int, _Bucket] = {}
+        self._units: dict[str, Iterator[Event[Any]]] = {}
+        self._unit: Event[Any] | None = None
+        self._flight: _Flight | None = None
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # What callers do.
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request. Raises NotAdmitted when the queue is full or its context can never fit."""
+        if self._closing:
+            raise NotAdmitted("the engine is draining; ask another one or try later", retry_after_s=5.0)
+        if len(self.waiting) >= self._waiting_max:
+            raise NotAdmitted(f"{len(self.waiting)} requests are waiting already; try later", retry_after_s=1.0)
+        self.waiting.append(request)
+        self._idle.clear()
+        self._wake.set()
+
+    def abort(self, request: Request) -> None:
+        """Stop a request within one step. Safe at any time, from the loop's thread."""
+        request.aborted = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """Refuse new requests; `run` returns once the running ones have ended."""
+        self._closing = True
+        self._wake.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request waits or runs."""
+        await self._idle.wait()
+
+    def release(self, request: Request) -> None:
+        """Close the memory of a request's session if it is temporary or broken."""
+        session = request.session
+        if (session.temporary or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
+            if session.memory is not None:
+                session.memory.close()
+                session.memory = None
+            session.move(Phase.CLOSED)
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Until `close` was called and everything has ended."""
+        while True:
+            self._reap()
+            if not (self.waiting or self.appending or self.decoding or self._flight is not None):
+                self._idle.set()
+                if self._closing:
+                    return
+            decision = decide(
+                self.waiting,
+                self.appending,
+                self.decoding,
+                session_idle=lambda request: request.session.idle,
+                may_step=self._may_step,
+                steps_taken=self.steps,
+                decode_batch_limit=self._limit,
+            )
+            for request in decision.admit:
+                # Two requests of one session may both have been offered.
+                if request.session.idle and not self._admit(request):
+                    break
+            await self._turn(decision)
+            await asyncio.sleep(0)  # readers get a turn even when every event was done already
+
+    async def _turn(self, decision: Decision[Request]) -> None:
+        """Submit what was decided, then follow what was in flight."""
+        previous, self._flight = self._flight, None
+        if decision.decode:
+            self._flight = self._submit_step(decision.decode, previous)
+        if self.appending and (self._unit is None or self._unit.done()):
+            self._next_unit(self.appending[0])
+        if previous is not None:
+            await self._follow(previous)
+        elif self._flight is not None:
+            return
+        elif self._unit is not None:
+            await self._unit.wait_done()
+        elif self.decoding:
+            await self._wait_room()
+        elif not (self.appending or self._offers()):
+            self._wake.clear()
+            if not any(request.aborted for request in self.waiting):
+                await self._wake.wait()
+
+    def _offers(self) -> bool:
+        """Whether a waiting request could start now."""
+        return any(request.session.idle for request in self.waiting)
+
+    async def _wait_room(self) -> None:
+        """Nobody may step before a copyback completes: wait for one, and end those whose copies failed."""
+        await self.stage.streams.copyback.idle()
+        for request in list(self.decoding):
+            memory = request.session.memory
+            if memory is not None and memory.failure is not None:
+                self._break(request, SessionBroken(f"a copy to host memory failed: {memory.failure}"))
+        stuck = [request for request in self.decoding if request.may_step and not self._may_step(request)]
+        assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
+
+    def _reap(self) -> None:
+        """End aborted requests that no operation is in flight for."""
+        for request in [one for one in self.waiting if one.aborted]:
+            self.waiting.remove(request)
+            request.end("abort")
+            self.release(request)
+        for request in [one for one in self.appending if one.aborted and self._unit_free(one)]:
+            self._end_append(request, None)
+        for request in [one for one in self.decoding if one.aborted and one.in_flight == 0]:
+            request.end("abort")
+            self._leave(request)
+
+    def _unit_free(self, request: Request) -> bool:
+        return request is not self.appending[0] or self._unit is None or self._unit.done()
+
+    # Admission and append.
+
+    def _admit(self, request: Request) -> bool:
+        """Take memory for a request and start its append; returns False if it must wait for memory."""
+        session = request.session
+        tokens_max = len(session.tokens) + len(request.appended) + request.max_tokens
+        try:
+            if session.memory is None:
+                session.memory = self.stage.placement.open(session.id, tokens_max)
+            else:
+                self.stage.placement.grow(session.memory, tokens_max)
+        except DoesNotFit as error:
+            if self.appending or self.decoding:
+                return False  # somebody who runs will give memory back
+            self.waiting.remove(request)
+            request.fail(NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
+            self.release(request)
+            return True
+        self.waiting.remove(request)
+        rows = session.memory.counts.logical
+        session.tokens.extend(request.appended)
+        request.prompt = tuple(session.tokens)
+        request.cached = rows
+        request.append = AppendRun(self.stage, session.memory, session.tokens[rows:], request.state, session.id)
+        session.move(Phase.APPENDING)
+        self._units[request.id] = request.append.units()
+        self.appending.append(request)
+        return True
+
+    def _next_unit(self, request: Request) -> None:
+        """Follow the unit that completed and submit the next one of the oldest append."""
+        append = request.append
+        assert append is not None
+        failure = None if self._unit is None else self._unit.error()
+        self._unit = None
+        if failure is not None:
+            self._end_append(request, SessionBroken(f"appending failed: {failure}"))
+            return
+        try:
+            self._unit = next(self._units[request.id], None)
+        except Exception as error:  # the memory layer's own refusals end this request, not the loop
+            self._end_append(request, SessionBroken(f"appending failed: {error}"))
+            return
+        if self._unit is None:
+            self._appended(request, append)
+
+    def _appended(self, request: Request, append: AppendRun) -> None:
+        """The whole prompt has rows: its first token is the first of the generation."""
+        output = append.output
+        if output.bad_layer >= 0:
+            self._end_append(request, _not_finite(output.bad_layer, self.stage.model.config.layers))
+            return
+        self.appending.remove(request)
+        del self._units[request.id]
+        request.session.move(Phase.READY)
+        logits = output.logits if request.wants_logits else None
+        finished = request.take(output.token, logits)
+        if finished:
+            request.session.revision += 1
+            self._ended(request)
+        else:
+            request.session.move(Phase.DECODING)
+            self.decoding.append(request)
+
+    def _end_append(self, request: Request, error: ForebayError | None) -> None:
+        """Stop an append: at an abort the session keeps the rows of finished chunks; after an error it is broken."""
+        session, append = request.session, request.append
+        assert append is not None
+        if self.appending and request is self.appending[0]:
+            self._unit = None
+        append.abandon()
+        self.appending.remove(request)
+        del self._units[request.id]
+        if error is not None:
+            session.move(Phase.BROKEN)
+            request.fail(error)
+        else:
+            before = len(request.prompt) - len(request.appended)
+            del session.tokens[max(before, session.rows) :]
+            session.move(Phase.READY)
+            request.end("abort")
+        self._ended(request)
+
+    # Decode.
+
+    def _may_step(self, request: Request) -> bool:
+        memory = request.session.memory
+        return request.may_step and memory is not None and memory.room(memory.counts.logical, 1)
+
+    def _bucket(self, size: int) -> _Bucket:
+        """The smallest power-of-two batch that holds `size` rows."""
+        places = 1 << (size - 1).bit_length()
+        found = self._buckets.get(places)
+        if found is None:
+            table = StepTable(places, self.stage.table_layout)
+            found = self._buckets[places] = _Bucket(DecodeStep(self.stage, places), table, SamplingTable(places))
+        return found
+
+    def _submit_step(self, members: tuple[Request, ...], previous: _Flight | None) -> _Flight:
+        bucket = self._bucket(len(members))
+        stale = bucket.members != members
+        for request in members:
+            memory = request.session.memory
+            assert memory is not None
+            stale |= memory.ensure_rows(memory.counts.logical + 1)
+        if stale:
+            self._rewrite(bucket, members)
+        session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
+        after = () if previous is None else (previous.events.done,)
+        keep_logits = any(request.wants_logits for request in members)
+        events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
+        for request in members:
+            assert request.session.memory is not None
+            request.session.memory.advance(1)
+            request.in_flight += 1
+        self.steps += 1
+        return _Flight(bucket, members, events)
+
+    def _rewrite(self, bucket: _Bucket, members: tuple[Request, ...]) -> None:
+        """Set the tables to these members by one stream-ordered operation."""
+        rows = [request.session.memory.table_row(1) for request in members if request.session.memory is not None]
+        states = [request.state for request in members]
+        bucket.members = members
+
+        write_table = bucket.table.rewrite(rows)
+
+        def rewrite() -> None:
+            write_table()
+            bucket.sampling.rewrite(states)
+
+        self.stage.streams.compute.submit(rewrite, label="table.rewrite")
+
+    async def _follow(self, flight: _Flight) -> None:
+        """Read a step's tokens and act on them."""
+        await flight.events.output.wait_done()
+        failure = flight.events.output.error()
+        if failure is not None:
+            self._fail_step(flight, failure)
+            return
+        output = flight.events.output.result()
+        for place, request in enumerate(flight.members):
+            request.in_flight -= 1
+            memory = request.session.memory
+            assert memory is not None, "memory outlives the steps that read it"
+            if not (request.finished or request.aborted):
+                if output.bad_layer[place] >= 0:
+                    self._break(request, _not_finite(output.bad_layer[place], self.stage.model.config.layers))
+                    continue
+                memory.commit(1, self.stage.copyback, flight.events.done)
+                logits = None if output.logits is None or not request.wants_logits else output.logits[place]
+                request.take(output.tokens[place], logits)
+            if request.in_flight == 0 and (request.finished or request.aborted):
+                request.end("abort")  # nothing if it has finished
+                self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Give up the place, once no step of the request is in flight: rows that were not committed are rolled back."""
+        session, memory = request.session, request.session.memory
+        assert memory is not None
+        self.decoding.remove(request)
+        if request.broken:
+            session.move(Phase.BROKEN)
+        else:
+            if memory.counts.logical > memory.counts.committed and not session.temporary:
+                memory.truncate(memory.counts.committed, self.stage.streams.compute)
+            session.revision += 1
+            session.move(Phase.READY)
+        self._ended(request)
+
+    def _break(self, request: Request, error: ForebayError) -> None:
+        """End a decoding request with an error; its session is broken. It keeps its place while a step of it is in flight."""
+        request.fail(error)
+        request.broken = True
+        if request.in_flight == 0:
+            self._leave(request)
+
+    def _fail_step(self, flight: _Flight, failure: BaseException) -> None:
+        flight.bucket.step.abort(flight.bucket.table, session="")
+        _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
+        for request in flight.members:
+            request.in_flight -= 1
+            self._break(request, SessionBroken(f"a decode step failed: {failure}"))
+
+    def _ended(self, request: Request) -> None:
+        """Once no operation of the request is outstanding."""
+        self.release(request)
+        for bucket in self._buckets.values():
+            if request in bucket.members:
+                bucket.members = ()  # the next step on it rewrites the table
+
+
+def _not_finite(layer: int, layers: int) -> SessionBroken:
+    place = "the output head" if layer == layers else f"layer {layer}"
+    return SessionBroken(f"{place} produced a value that is not finite; this request ends, others go on")

@@ -1,0 +1,124 @@
+"""One generation inside a session: what it asked, what it has produced, and when it ends.
+
+Holds the text side (detokeniser, stop scanner, logprobs) and the queue its reader takes chunks from. Knows no streams and no memory.
+
+Invariants:
+1. `take` is called once a token, in order, and never after the request has finished.
+2. A finished request has put exactly one last item into its queue: a chunk with a finish reason, or an error.
+3. What was generated is in the session's tokens whether or not anybody reads it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.append import AppendRun
+from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
+from engine.errors import ForebayError
+from engine.sampling import Sampling
+from engine.sampling_table import SamplingState
+from engine.session import Session
+from engine.text.detokenizer import Detokenizer
+from engine.text.stop import StopScanner
+from engine.text.tokenizer import Tokenizer
+from kernels.sample import log_probabilities, top_logprobs
+
+__all__ = ["Request"]
+
+
+class Request:
+    """State of one generation. Built by the engine once the prompt is known."""
+
+    def __init__(
+        self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, max_tokens: int,
+        eos: Sequence[int], tokenizer: Tokenizer | None,
+    ) -> None:  # fmt: skip
+        self.id = request_id
+        self.session = session
+        self.appended = list(appended)  # tokens this request adds before it generates
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.chunks: asyncio.Queue[Chunk | ForebayError] = asyncio.Queue()
+        self.aborted = False
+        self.finished = False
+        self.broken = False  # its session cannot go on
+        self.prompt: tuple[int, ...] = ()
+        self.cached = 0
+        self.in_flight = 0  # steps submitted and not followed
+        self.generated = 0
+        self.append: AppendRun | None = None
+        self.state: SamplingState | None = None
+        self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._scanner = StopScanner(sampling.stop, include_stop=sampling.include_stop)
+
+    @property
+    def wants_logits(self) -> bool:
+        return self.sampling.keep_logits or self.sampling.logprobs is not None
+
+    @property
+    def may_step(self) -> bool:
+        """Whether one more step can yield a token that is still wanted."""
+        return not self.finished and not self.aborted and self.generated + self.in_flight < self.max_tokens
+
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.generated, self.cached)
+
+    def take(self, token: int, logits: Tensor | None) -> bool:
+        """Follow one sampled token; returns whether the request is now finished."""
+        assert not self.finished, f"request {self.id} has finished"
+        self.generated += 1
+        self.session.tokens.append(token)
+        ends = token in self._ends
+        text = "" if self._detokenizer is None or (ends and not self.sampling.include_stop) else self._detokenizer.push([token])
+        emit, stopped = self._scanner.push(text)
+        reason: FinishReason | None = None
+        stop_reason: str | int | None = stopped
+        if stopped is not None:
+            reason = "stop"
+        elif ends:
+            reason, stop_reason = "stop", token
+        elif self.generated >= self.max_tokens:
+            reason = "length"
+        if reason is not None and stopped is None:
+            emit += self._rest()
+        self._put(emit, token, logits, reason, stop_reason)
+        return reason is not None
+
+    def _rest(self) -> str:
+        """Text still held back when nothing more will come; a stop string completed by it still counts."""
+        held = "" if self._detokenizer is None else self._detokenizer.flush()
+        emit, stopped = self._scanner.push(held)
+        return emit if stopped is not None else emit + self._scanner.flush()
+
+    def _put(self, text: str, token: int, logits: Tensor | None, reason: FinishReason | None, stop_reason: str | int | None) -> None:
+        logprobs = () if logits is None or self.sampling.logprobs is None else (self._logprob(token, logits, self.sampling.logprobs),)
+        kept = (logits,) if logits is not None and self.sampling.keep_logits else ()
+        self.finished = reason is not None
+        self.chunks.put_nowait(Chunk(text, (token,), self.usage(), logprobs, reason, stop_reason, kept))
+
+    def _logprob(self, token: int, logits: Tensor, top: int) -> TokenLogprob:
+        chances = log_probabilities(logits[None])
+        best: tuple[TokenLogprob, ...] = ()
+        if top > 0:
+            values, ids = top_logprobs(chances, top)
+            pairs = zip(ids[0].tolist(), values[0].tolist(), strict=True)
+            best = tuple(TokenLogprob(one, self._token_text(one), value) for one, value in pairs)
+        return TokenLogprob(token, self._token_text(token), float(chances[0, token]), best)
+
+    def _token_text(self, token: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token)
+
+    def end(self, reason: FinishReason) -> None:
+        """Finish without a token: an abort."""
+        if not self.finished:
+            self.finished = True
+            self.chunks.put_nowait(Chunk("", (), self.usage(), finish_reason=reason))
+
+    def fail(self, error: ForebayError) -> None:
+        """Finish with an error."""
+        if not self.finished:
+            self.finished = True
+            self.chunks.put_nowait(error)

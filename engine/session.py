@@ -1,0 +1,79 @@
+"""A session: one conversation that outlives its requests, and the only table that moves its phase.
+
+Holds the tokens, the phase and the session's memory. Knows no steps and no HTTP.
+
+Invariants:
+1. Phases change through `Session.move` alone; a move that is not in the table raises and changes nothing.
+2. `rows <= len(tokens)`: the last sampled token has no row until the next step or turn feeds it.
+3. The phase, never a row count, says whether rows go through append or decode.
+Source: design, section 11.
+"""
+
+from enum import Enum
+from typing import Final
+
+from engine.protocol import SessionId
+from memory.session import SessionMemory
+
+__all__ = ["Phase", "Session"]
+
+
+class Phase(Enum):
+    """Where a session is in its life."""
+
+    NEW = "new"
+    APPENDING = "appending"
+    READY = "ready"
+    DECODING = "decoding"
+    EXPORTING = "exporting"
+    ARCHIVED = "archived"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+_MOVES: Final = {
+    Phase.NEW: {Phase.APPENDING, Phase.CLOSED, Phase.BROKEN},
+    Phase.APPENDING: {Phase.READY, Phase.BROKEN},
+    Phase.READY: {Phase.APPENDING, Phase.DECODING, Phase.EXPORTING, Phase.ARCHIVED, Phase.CLOSED, Phase.BROKEN},
+    Phase.DECODING: {Phase.READY, Phase.BROKEN},
+    Phase.EXPORTING: {Phase.READY, Phase.ARCHIVED, Phase.BROKEN},
+    Phase.ARCHIVED: {Phase.READY, Phase.CLOSED, Phase.BROKEN},
+    Phase.BROKEN: {Phase.CLOSED},
+    Phase.CLOSED: set(),
+}
+
+
+class Session:
+    """One conversation. `temporary`: made for a single request and closed with it."""
+
+    __slots__ = ("_phase", "id", "memory", "revision", "temporary", "tokens")
+
+    def __init__(self, session_id: SessionId, *, temporary: bool) -> None:
+        self.id = session_id
+        self.temporary = temporary
+        self.tokens: list[int] = []
+        self.memory: SessionMemory | None = None
+        self.revision = 0
+        self._phase = Phase.NEW
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def rows(self) -> int:
+        """Committed rows."""
+        return 0 if self.memory is None else self.memory.counts.committed
+
+    @property
+    def idle(self) -> bool:
+        """Whether a request may start in it now."""
+        return self._phase in (Phase.NEW, Phase.READY)
+
+    def move(self, to: Phase) -> None:
+        """Change phase; asserts that the table allows it."""
+        assert to in _MOVES[self._phase], f"session {self.id} cannot go from {self._phase.value} to {to.value}"
+        self._phase = to
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} {self._phase.value}: {len(self.tokens)} tokens, {self.rows} rows>"
