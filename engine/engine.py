@@ -97,7 +97,7 @@ class Engine:
         context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
         stage = open_stage(weights, config, streams, context_max=context_max)
         engine = cls(
-            config, stage, name=directory.resolve().name, tokenizer=Tokenizer.load(directory),
+            config, stage, name=directory.absolute().name, tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
         )  # fmt: skip
         failure: BaseException | None = None
@@ -134,8 +134,7 @@ class Engine:
         session = self._session(session_id)
         for request in [one for one in (*self._loop.waiting, *self._loop.appending, *self._loop.decoding) if one.session is session]:
             self._loop.abort(request)
-            while not session.idle and session.phase is not Phase.CLOSED:
-                await asyncio.sleep(0)
+            await request.ended.wait()
         del self._sessions[session_id]
         if session.memory is not None:
             session.memory.close()

@@ -78,7 +78,8 @@ class Generation:
             text.append(last.text)
             tokens.extend(last.token_ids)
             logprobs.extend(last.logprobs)
-        assert last is not None and last.finish_reason is not None, "a generation ends with a finish reason or an error"
+        assert last is not None, "a generation has a last chunk, or an error"
+        assert last.finish_reason is not None, "the last chunk says why it ended"
         return Completion("".join(text), tuple(tokens), last.finish_reason, last.usage, tuple(logprobs))
 
     async def _begin(self) -> Request:

@@ -172,7 +172,7 @@ class StepLoop:
         for request in [one for one in self.waiting if one.aborted]:
             self.waiting.remove(request)
             request.end("abort")
-            self.release(request)
+            self._ended(request)
         for request in [one for one in self.appending if one.aborted and self._unit_free(one)]:
             self._end_append(request, None)
         for request in [one for one in self.decoding if one.aborted and one.in_flight == 0]:
@@ -198,7 +198,7 @@ class StepLoop:
                 return False  # somebody who runs will give memory back
             self.waiting.remove(request)
             request.fail(NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
-            self.release(request)
+            self._ended(request)
             return True
         self.waiting.remove(request)
         rows = session.memory.counts.logical
@@ -368,6 +368,7 @@ class StepLoop:
     def _ended(self, request: Request) -> None:
         """Once no operation of the request is outstanding."""
         self.release(request)
+        request.ended.set()
         for bucket in self._buckets.values():
             if request in bucket.members:
                 bucket.members = ()  # the next step on it rewrites the table

@@ -43,6 +43,7 @@ class Request:
         self.aborted = False
         self.finished = False
         self.broken = False  # its session cannot go on
+        self.ended = asyncio.Event()  # no operation of it is outstanding and its session is free
         self.prompt: tuple[int, ...] = ()
         self.cached = 0
         self.in_flight = 0  # steps submitted and not followed

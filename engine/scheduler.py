@@ -18,7 +18,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[R]):
-    """`admit`: offer these memory, in this order, up to the first that does not fit. `decode`: members of the next step. `append`: whose unit comes next."""
+    """What to do in one turn.
+
+    admit: offer these memory, in this order, up to the first that does not fit. decode: members of the next step. append: whose unit is next.
+    """
 
     admit: tuple[R, ...]
     decode: tuple[R, ...]
