@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import NewType, Protocol, Self, TypeAlias
+from typing import Any, NewType, Protocol, Self, TypeAlias
 
 from engine.chunk import Chunk
 from engine.config import EngineConfig
@@ -26,7 +26,7 @@ __all__ = [
 SessionId = NewType("SessionId", str)
 Message: TypeAlias = Mapping[str, object]  # one chat message
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
-Progress: TypeAlias = Callable[[int, int], None]  # (bytes loaded, bytes in all)
+Progress: TypeAlias = Callable[[int, int], None]  # (tensors read, tensors in all); called from a worker thread
 
 
 class PromptProgress(Protocol):
@@ -66,18 +66,31 @@ class GenerationFace(Protocol):
 
 
 class TokenizerFace(Protocol):
-    """Text to token ids."""
+    """Text to token ids. Raises BadModel where the model directory has no tokenizer."""
+
+    @property
+    def available(self) -> bool: ...
 
     async def encode_async(self, text: str) -> list[int]:
         """Token ids; long texts do not hold the loop."""
         ...
 
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 class TemplateFace(Protocol):
     """Chat messages to text."""
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt, ready for the assistant's answer. Raises BadRequest."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
+    ) -> str:
+        """The prompt as text. Raises BadRequest; BadModel where there is no template."""
         ...
 
 
@@ -124,6 +137,11 @@ class EngineFace(Protocol):
 
     @property
     def ready(self) -> bool: ...
+    @property
+    def default_sampling(self) -> Sampling:
+        """What a request that says nothing gets: the model's generation_config.json."""
+        ...
+
     @property
     def tokenizer(self) -> TokenizerFace: ...
     @property

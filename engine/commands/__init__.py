@@ -1,0 +1,14 @@
+"""Subcommands of `forebay`, a file each.
+
+A file holds one `COMMAND`: its name, a line about it, the flags it adds and the function that runs it. `line.py` parses, resolves
+settings and dispatches; `display.py` draws progress and tables. A command that needs the HTTP server gets it in its `Invocation`.
+
+A command is listed here when it is built; before that it does not exist, and the command line says which do.
+"""
+
+from engine.commands import run, serve
+from engine.commands.command import Command, Invocation, Serve, WhileReady
+
+__all__ = ["COMMANDS", "Command", "Invocation", "Serve", "WhileReady"]
+
+COMMANDS: tuple[Command, ...] = (serve.COMMAND, run.COMMAND)

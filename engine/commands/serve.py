@@ -1,0 +1,46 @@
+"""`forebay serve`: the HTTP server in the foreground, until a signal."""
+
+import argparse
+import asyncio
+from contextlib import AbstractAsyncContextManager
+
+import structlog
+import uvloop
+
+from engine import logs
+from engine.commands.command import Command, Invocation
+from engine.commands.display import Bar
+from engine.protocol import EngineFace
+from engine.settings import SETTINGS, add_flags
+
+__all__ = ["COMMAND"]
+
+log = structlog.get_logger()
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Every setting is a flag here."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
+    add_flags(parser, (name for name in SETTINGS if name != "model"))
+
+
+def run(invocation: Invocation) -> int:
+    """Serve until SIGTERM or SIGINT. Returns 0 after a drain. Raises BadModel, CannotBind, NotAdmitted."""
+    settings = invocation.settings
+    directory = settings.model_directory()
+    logs.configure(settings.server.log_format)
+    with Bar(f"loading {directory.name}", "model.loading", "tensors") as loading:
+
+        def open_model() -> AbstractAsyncContextManager[EngineFace]:
+            return invocation.open_engine(directory, settings.engine, progress=loading.update)
+
+        async def announce(address: str, engine: EngineFace) -> None:
+            loading.close()
+            log.info("server.opened", address=address, model=engine.model_name, context_max=engine.context_max)
+            await asyncio.Event().wait()  # a signal ends it from outside
+
+        uvloop.run(invocation.serve(open_model, settings.server, announce))
+    return 0
+
+
+COMMAND = Command("serve", "answer OpenAI-shaped requests over HTTP", configure, run)

@@ -1,0 +1,80 @@
+"""What serving shares: the engine once it is open, whether it drains, how many requests run. Knows no HTTP.
+
+1. A request is admitted only while the engine is open, ready and not draining.
+2. A drain ends when nothing runs any more, or after its limits.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from engine.config import ServerConfig
+from engine.errors import ForebayError
+from engine.protocol import EngineFace
+
+__all__ = ["NotServing", "Service"]
+
+log = structlog.get_logger()
+
+_LAST_WRITES_S = 2.0  # what a drained stream gets to reach its reader
+_RETRY_S = 5.0
+
+
+class NotServing(ForebayError):
+    """Loading or draining."""
+
+    status = 503
+    kind = "unavailable_error"
+    retry_after_s = _RETRY_S
+
+
+class Service:
+    """What the routes share: the engine once it is open, whether it drains, how many requests run."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.engine: EngineFace | None = None
+        self.created = int(time.time())
+        self._draining = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def state(self) -> str:
+        if self._draining:
+            return "draining"
+        return "ready" if self.engine is not None and self.engine.ready else "loading"
+
+    def admitted(self) -> EngineFace:
+        """The engine, for a new request. Raises NotServing."""
+        if self.engine is None or self.state != "ready":
+            raise NotServing(f"the server is {self.state}; try again later")
+        return self.engine
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts a request that a drain waits for."""
+        self._running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Admit nothing more and let what runs end; what does not in time is aborted by the engine."""
+        self._draining = True
+        log.info("drain.started", running=self._running)
+        if self.engine is not None:
+            await self.engine.drain(self.config.drain_timeout_s)
+        try:
+            async with asyncio.timeout(_LAST_WRITES_S):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain.cut", running=self._running)
