@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from engine.config import EngineConfig
+from engine.defaults import default_sampling
 from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
 from engine.generation import Generation
 from engine.loop import StepLoop
@@ -61,7 +62,15 @@ class Engine:
     """An open engine. Made by `Engine.open`."""
 
     def __init__(
-        self, config: EngineConfig, stage: Stage, *, name: str, tokenizer: Tokenizer, template: ChatTemplate, context_max: int
+        self,
+        config: EngineConfig,
+        stage: Stage,
+        *,
+        name: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        context_max: int,
+        sampling: Sampling = _DEFAULT,
     ) -> None:
         self.config = config
         self.model_name = name
@@ -69,6 +78,7 @@ class Engine:
         self._stage = stage
         self.tokenizer = tokenizer
         self.template = template
+        self.default_sampling = sampling
         self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max)
         self._sessions: dict[SessionId, Session] = {}
         self._ready = False
@@ -99,6 +109,7 @@ class Engine:
         engine = cls(
             config, stage, name=directory.absolute().name, tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
+            sampling=default_sampling(directory),
         )  # fmt: skip
         failure: BaseException | None = None
         try:
