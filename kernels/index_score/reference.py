@@ -52,7 +52,7 @@ def _query_tiles(query: Tensor) -> Tensor:
 def _page_keys(address: int, layout: KeyLayout) -> Tensor:
     """A page's keys, [1024, width] float32, aligned; a view of the page where it can be."""
     dtype = torch.float32 if layout.encoding == "f32" else torch.bfloat16
-    stored = tensor_at(address, (PAGE_KEYS, layout.key_bytes // dtype.itemsize), dtype)[:, : layout.width]
+    stored: Tensor = tensor_at(address, (PAGE_KEYS, layout.key_bytes // dtype.itemsize), dtype)[:, : layout.width]
     if dtype == torch.float32 and address % 64 == 0 and layout.key_bytes % 64 == 0:
         return stored
     keys = empty_tiles((PAGE_KEYS, layout.width), torch.float32)

@@ -38,4 +38,4 @@ def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty((tiles.shape[0], heads, TILE_ROWS, weight.shape[1]), dtype=x.dtype)
     for tile in range(tiles.shape[0]):
         torch.bmm(tiles[tile], transposed, out=out[tile])
-    return out.transpose(1, 2).reshape(whole, heads, weight.shape[1])[:rows]
+    return out.transpose(1, 2).reshape(whole, heads, weight.shape[1])[:rows].contiguous()

@@ -1,0 +1,88 @@
+"""Rotary positions: order of operations, pairs, accuracy far out, and the same bits in any company."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.rope import rope_frequencies, rope_table, rotate
+
+
+@pytest.mark.parametrize(("theta", "width"), [(1e4, 16), (1e6, 64), (8e6, 64), (8e6, 32)])
+def test_frequencies_round_at_each_operation(theta, width):
+    """Exponent, power and reciprocal are each a float32 within one rounding of numpy's, in this order."""
+    exponent = np.arange(0, width, 2).astype(np.float32) / np.float32(width)
+    power = (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
+    wanted = (np.float32(1) / power).astype(np.float32)
+    got = rope_frequencies(theta, width)
+    assert got.dtype == torch.float32
+    assert got.shape == (width // 2,)
+    assert got[0] == 1.0
+    # A float32 power may miss the rounded float64 one by its last place.
+    assert bool((np.abs(got.numpy() - wanted) <= 2.4e-7 * wanted).all())
+
+
+def test_table_rounds_the_angle_to_float32():
+    """At position 1,048,575 the angle is the float32 product, and cosine and sine are right to 1e-7 for that angle."""
+    positions = torch.tensor([0, 1, 4095, 131_072, 1_048_575])
+    frequencies = rope_frequencies(8e6, 64)
+    cos, sin = rope_table(positions, frequencies, torch.float32)
+    for row, position in enumerate(positions.tolist()):
+        for pair, frequency in enumerate(frequencies.tolist()):
+            angle = float(np.float32(np.float32(position) * np.float32(frequency)))
+            assert abs(cos[row, pair].item() - math.cos(angle)) < 1e-7
+            assert abs(sin[row, pair].item() - math.sin(angle)) < 1e-7
+
+
+def test_table_casts_last():
+    """A bf16 table is the float32 table rounded, not a table of bf16 angles."""
+    positions = torch.tensor([131_072])
+    frequencies = rope_frequencies(1e6, 64)
+    cos, sin = rope_table(positions, frequencies, torch.float32)
+    small_cos, small_sin = rope_table(positions, frequencies, torch.bfloat16)
+    assert torch.equal(small_cos, cos.bfloat16())
+    assert torch.equal(small_sin, sin.bfloat16())
+
+
+@pytest.mark.parametrize("middle", [(), (3,), (2, 5)])
+def test_rotate_turns_pairs_in_place(middle):
+    """Pair (x[2j], x[2j+1]) as a complex number is multiplied by e^(i angle) and stays at 2j, 2j+1."""
+    torch.manual_seed(1)
+    x = torch.randn(4, *middle, 10)
+    positions = torch.tensor([0, 3, 17, 1000])
+    cos, sin = rope_table(positions, rope_frequencies(1e4, 10), torch.float32)
+    turned = torch.view_as_complex(x.double().unflatten(-1, (5, 2)).contiguous())
+    turn = torch.complex(cos.double(), sin.double()).view(4, *(1,) * len(middle), 5)
+    wanted = torch.view_as_real(turned * turn).flatten(-2)
+    got = rotate(x, cos, sin)
+    assert got.is_contiguous()
+    assert bool(((got - wanted).abs() <= 1e-6).all())
+    assert torch.equal(got[0], x[0])  # position 0 turns nothing
+
+
+def test_rotate_keeps_dots_of_equal_distance():
+    """A query at p and a key at q have the dot product of p + 100 and q + 100."""
+    torch.manual_seed(2)
+    query, key = torch.randn(1, 64).expand(2, 64), torch.randn(1, 64).expand(2, 64)
+    frequencies = rope_frequencies(1e4, 64)
+    turned_query = rotate(query, *rope_table(torch.tensor([50, 150]), frequencies, torch.float32))
+    turned_key = rotate(key, *rope_table(torch.tensor([20, 120]), frequencies, torch.float32))
+    dots = (turned_query * turned_key).sum(-1)
+    assert abs(dots[0] - dots[1]) < 1e-4
+
+
+def test_rotate_row_does_not_see_its_company(assert_row_invariant):
+    """A rotated row has the same bits alone and in any company, and so has its table."""
+    torch.manual_seed(3)
+    positions = torch.randint(0, 1_000_000, (13,))
+    frequencies = rope_frequencies(8e6, 24)
+    x = torch.randn(13, 3, 40)[:, :, 9:33]
+    assert_row_invariant(lambda picked: rotate(x[picked], *rope_table(positions[picked], frequencies, torch.float32)), 13)
+    assert_row_invariant(lambda picked: torch.cat(rope_table(positions[picked], frequencies, torch.float32), 1), 13)
+
+
+def test_rotate_of_no_rows():
+    """No rows in, no rows out."""
+    cos, sin = rope_table(torch.empty(0, dtype=torch.int64), rope_frequencies(1e4, 8), torch.float32)
+    assert rotate(torch.empty(0, 2, 8), cos, sin).shape == (0, 2, 8)
