@@ -1,9 +1,10 @@
 """What a generation yields. Values only."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # torch takes seconds to import, and the command line's --help needs none of it
+    from torch import Tensor
 
 __all__ = ["Chunk", "FinishReason", "TokenLogprob", "Usage"]
 
@@ -39,4 +40,4 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
-    logits: tuple[Tensor, ...] = ()  # f32 [vocabulary] a token, with Sampling.keep_logits
+    logits: tuple["Tensor", ...] = ()  # f32 [vocabulary] a token, with Sampling.keep_logits
