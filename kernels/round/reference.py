@@ -37,15 +37,15 @@ class _Picks:
         return _Picks(self.pick[chosen], self.place[chosen], self.position[chosen], self.slot_of[chosen])
 
 
-def _add_to_state(table: Tensor, field: int, added: Tensor) -> None:
-    """Add int64 [places] to one state field of each busy place."""
+def _add_to_state(table: Tensor, fields: tuple[int, ...], added: Tensor) -> None:
+    """Add int64 [places, fields] to state fields of each busy place."""
     busy = table[:, TableField.ROWS] > 0
-    addresses = table[busy, TableField.STATE] + 8 * field
-    store_values_at(addresses, values_at(addresses, torch.int64) + added[busy])
+    addresses = (table[busy, TableField.STATE][:, None] + 8 * torch.tensor(fields)).flatten()
+    store_values_at(addresses, values_at(addresses, torch.int64) + added[busy].flatten())
 
 
 def begin_round(table: Tensor) -> None:
-    _add_to_state(table, StateField.ROUND, torch.ones(table.shape[0], dtype=torch.int64))
+    _add_to_state(table, (StateField.ROUND,), torch.ones((table.shape[0], 1), dtype=torch.int64))
 
 
 def _live_picks(table: Tensor, layout: TableLayout, group: int, place_of: Tensor, selection: Tensor) -> _Picks:
@@ -144,8 +144,8 @@ def plan_round(
         plan.misses[0] = lead.numel()
         plan.miss_source[: lead.numel()] = missing_source[lead]
         _fill_slots(table, table_layout, group, missing.where(lead), rounds, plan)
-    for field, counted in ((StateField.HITS, hits), (StateField.MISSES, missing), (StateField.RING_READS, recent)):
-        _add_to_state(table, field, torch.bincount(counted.place, minlength=table.shape[0]))
+    counted = [torch.bincount(kind.place, minlength=table.shape[0]) for kind in (hits, missing, recent)]
+    _add_to_state(table, (StateField.HITS, StateField.MISSES, StateField.RING_READS), torch.stack(counted, dim=1))
 
 
 def clear_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:
