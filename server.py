@@ -65,12 +65,7 @@ class HttpError(ForebayError):
 
 
 SERVICE = web.AppKey("SERVICE", Service)
-
-
-def _record(request: web.Request) -> RequestRecord:
-    record = request["record"]
-    assert isinstance(record, RequestRecord)
-    return record
+RECORD = web.RequestKey("RECORD", RequestRecord)
 
 
 def _json(body: Mapping[str, object] | bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -122,7 +117,7 @@ def _authorise(request: web.Request) -> None:
 async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
     """Around every request: its id, the key, errors as bodies, the one log line."""
     sent = request.headers.get("X-Request-Id", "")
-    record = request["record"] = RequestRecord(sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex)
+    record = request[RECORD] = RequestRecord(sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex)
     response: web.StreamResponse
     try:
         try:
@@ -149,7 +144,7 @@ async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
 
 
 async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["X-Request-Id"] = _record(request).request_id
+    response.headers["X-Request-Id"] = request[RECORD].request_id
 
 
 async def _body(request: web.Request) -> bytes:
@@ -170,7 +165,7 @@ def _check_model(engine: EngineFace, name: str | None) -> None:
 
 def _generating(dialect: Dialect) -> Route:
     async def route(request: web.Request) -> web.StreamResponse:
-        service, record = request.app[SERVICE], _record(request)
+        service, record = request.app[SERVICE], request[RECORD]
         service.admitted()  # before the body is read; and again after, because that takes a while
         asked = dialect.parse(await _body(request))
         engine = service.admitted()

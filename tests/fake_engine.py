@@ -1,0 +1,224 @@
+"""An engine that plays scripts: the engine's face without a model, for tests of the server and the commands.
+
+A script is a list of items: a chunk is yielded, an exception raised, an event waited for. It imitates the order of calls and what a
+caller sees; it has no rows, no steps and no sampling.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from engine.chunk import Chunk, FinishReason, Usage
+from engine.config import EngineConfig
+from engine.errors import BadModel
+from engine.protocol import Message, Progress, Prompt, SessionId
+from engine.sampling import Sampling
+
+Item = Chunk | BaseException | asyncio.Event
+
+
+def words(*texts: str, prompt_tokens: int = 3, finish: FinishReason = "stop") -> list[Chunk]:
+    """One chunk and one token a text; token ids count from 100; the last one finishes."""
+    return [
+        Chunk(
+            text=text,
+            token_ids=(100 + index,),
+            usage=Usage(prompt_tokens, index + 1),
+            finish_reason=finish if index == len(texts) - 1 else None,
+        )
+        for index, text in enumerate(texts)
+    ]
+
+
+@dataclass
+class FakeTokenizer:
+    """Token ids are the bytes of the text."""
+
+    available: bool = True
+
+    async def encode_async(self, text: str) -> list[int]:
+        if not self.available:
+            raise BadModel("the model directory has no tokenizer.json: send token ids instead of text")
+        return list(text.encode())
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
+
+class FakeTemplate:
+    """`<role>content` for each message, `<assistant>` at the end."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
+    ) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return text + "<assistant>" if add_generation_prompt else text
+
+
+@dataclass(frozen=True)
+class Progressed:
+    rows_done: int
+    rows_total: int
+
+
+@dataclass(frozen=True)
+class FakeStatistics:
+    sessions: int = 1
+    running: int = 0
+    waiting: int = 0
+    mirrored_rows: int = 20_000
+    hot_rows: int = 1_024
+    ring_rows: int = 17
+    hits: int = 750
+    misses: int = 250
+    host_bytes: int = 3 * 2**20
+    device_bytes: int = 512
+    resident_bytes: int = 5 * 2**30
+
+
+class FakeGeneration:
+    def __init__(self, engine: "FakeEngine", script: Iterable[Item], session: SessionId | None) -> None:
+        self._engine, self._script = engine, iter(script)
+        self.session_id: SessionId | None = None
+        self._session = session
+        self.produced = 0
+        self.paused = asyncio.Event()  # it has come to an event of its script that was not set
+        self.closed = asyncio.Event()
+        self.ended = False
+
+    @property
+    def progress(self) -> Progressed:
+        return Progressed(2, 3)
+
+    async def prompt(self) -> tuple[int, ...]:
+        self.session_id = self._session or SessionId("fresh")
+        return (7, 8, 9)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        for item in self._script:
+            if isinstance(item, asyncio.Event):
+                if not item.is_set():
+                    self.paused.set()
+                await item.wait()
+            elif isinstance(item, BaseException):
+                self.ended = True
+                raise item
+            else:
+                self.produced += 1
+                self.ended = item.finish_reason is not None
+                return item
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        await self.prompt()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if not self.ended:
+            self._engine.aborted += 1
+        self.closed.set()
+
+
+@dataclass(frozen=True)
+class Call:
+    prompt: Prompt
+    sampling: Sampling
+    session: SessionId | None
+    request_id: str | None
+    arguments: Mapping[str, object] | None
+
+
+@dataclass
+class FakeEngine:
+    """Plays `scripts` in order, one a generation; the last one again and again."""
+
+    scripts: list[Iterable[Item] | Callable[[], Iterable[Item]]]
+    model_name: str = "fake"
+    context_max: int = 4096
+    config: EngineConfig = field(default_factory=EngineConfig)
+    ready: bool = True
+    default_sampling: Sampling = field(default_factory=Sampling)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    template: FakeTemplate = field(default_factory=FakeTemplate)
+    calls: list[Call] = field(default_factory=list)
+    generations: list[FakeGeneration] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # generate was called
+    aborted: int = 0
+    sessions: list[SessionId] = field(default_factory=list)
+    closed_sessions: list[SessionId] = field(default_factory=list)
+    drains: list[float] = field(default_factory=list)
+    may_drain: asyncio.Event | None = None  # a drain waits for it
+
+    async def create_session(self) -> SessionId:
+        self.sessions.append(SessionId(f"s{len(self.sessions)}"))
+        return self.sessions[-1]
+
+    async def close_session(self, session_id: SessionId) -> None:
+        self.closed_sessions.append(session_id)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        *,
+        session: SessionId | None = None,
+        request_id: str | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> FakeGeneration:
+        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments))
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        generation = FakeGeneration(self, script() if callable(script) else script, session)
+        self.generations.append(generation)
+        self.started.set()
+        return generation
+
+    def statistics(self) -> FakeStatistics:
+        return FakeStatistics()
+
+    async def drain(self, timeout_s: float) -> None:
+        self.drains.append(timeout_s)
+        if self.may_drain is not None:
+            await self.may_drain.wait()
+
+
+class Opener:
+    """Stands for `Engine.open`; `gate` holds the loading, `error` fails it."""
+
+    def __init__(self, engine: FakeEngine, *, gate: asyncio.Event | None = None, error: Exception | None = None) -> None:
+        self.engine, self.gate, self.error = engine, gate, error
+        self.opened: list[tuple[str | Path, EngineConfig | None]] = []
+        self.closed = 0
+
+    @asynccontextmanager
+    async def __call__(
+        self, model: str | Path = "fake", config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> AsyncIterator[FakeEngine]:
+        self.opened.append((model, config))
+        if progress is not None:
+            progress(1, 2)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        try:
+            yield self.engine
+        finally:
+            self.closed += 1
