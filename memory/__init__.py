@@ -1,1 +1,59 @@
-"""Where a row of KV is, and how it moves."""
+"""Where a row of KV is, and how it moves.
+
+`memory` decides which rows; `streams` moves their bytes in order, `kernels` reads and writes them by address, `engine` decides when.
+
+Parts, from the bytes up
+    ledger.py      who holds how many physical bytes on which tier
+    host.py        host buffers at exact size, touched lazily; the seam where a device registers them
+    arena.py       RAM in 64-row blocks, taken once; reference counts
+    pool.py        long-lived device buffers at exact size within a budget
+    allotment.py   the units a session holds of a store and is still entitled to
+    history.py     a session's block table; blocks in device memory
+    keys.py        pages of 1,024 index keys and a session's table of them
+    row.py         row and key formats from the model's widths
+    counts.py      mirrored <= submitted <= committed <= logical, and the epoch; the only place where they move
+    ring.py        a session's recent ring, a stage's append ring, the room rule
+    hot.py         slots and slot maps of one session and selection group
+    table.py       the step table
+    operations.py  what of a session is in flight, and whether a failed copy broke it
+    copyback.py    block copies to RAM and what their completion raises
+    append.py      a chunk's addresses and how it ends
+    session.py     the protocol of a session's memory, and what both placements hold alike
+    offload.py, resident.py   the two implementations
+    placement.py   `Offload` and `Resident`: made once, they open, grow and refuse sessions
+    barrier.py     flush, await, check
+
+Invariants
+    1. Only committed rows are copied, whole blocks at a time; a rejected or rolled-back row never reaches RAM.
+    2. Mirrored rises behind the copy: on the device by an operation ordered after it, on the host when that operation completed.
+    3. A ring place is written again only after its block is in RAM.
+    4. An operation owns its buffers until it completes; cancelling a wait cancels nothing; closing waits.
+    5. A session holds or has reserved all it can need from the moment it is opened; what fails, fails in `open` or `grow`, whole.
+    6. Slots and RAM reads are for rows of whole mirrored blocks: steps round their snapshot of MIRRORED down to a block.
+
+Choices
+    The raise of MIRRORED is chained to the raise before it, so a failed copy stops the counts for good and nothing jumps over it.
+    A cut into rows of a copy in flight is refused, not untangled: the rollback of a step never needs it, and truncation can wait.
+    A chunk's counts rise when its copies completed, not when they were submitted: a failed chunk then leaves nothing to take back.
+    Cut blocks stay the session's until nothing of it is in flight: a step that still runs may read them, a stale copy may write them.
+    Index-key pages of all key layers for one stretch of 1,024 positions are one buffer: they are needed and shared together,
+    and a million tokens make a thousand objects, not twenty-two thousand.
+"""
+
+from memory.append import AppendChunk
+from memory.arena import Arena, BlockId
+from memory.barrier import barrier, verify_mirror
+from memory.copyback import Copyback
+from memory.counts import RowCounts
+from memory.errors import ArenaFull, BarrierFailed, CopybackInFlight, DoesNotFit, PoolExhausted, RingOverrun
+from memory.ledger import Ledger
+from memory.placement import Offload, Placement, Resident
+from memory.pool import Pool
+from memory.session import SessionMemory
+
+__all__ = [
+    "Arena", "BlockId", "Pool", "Ledger",
+    "Placement", "Offload", "Resident", "SessionMemory", "AppendChunk", "RowCounts",
+    "Copyback", "barrier", "verify_mirror",
+    "DoesNotFit", "ArenaFull", "PoolExhausted", "RingOverrun", "CopybackInFlight", "BarrierFailed",
+]  # fmt: skip

@@ -1,0 +1,141 @@
+"""The units (blocks, page spans) that one session holds of a store, and those it is still entitled to.
+
+Holds ids in order of position, spare units and a reservation. Knows nothing of addresses or tables.
+
+Invariants:
+1. held + spare + reserved == units_max, unless shared units were cut and the store had none to replace them (then less).
+2. `ensure` within that entitlement never fails: an admitted session does not find its memory gone.
+3. Cut units that are this session's alone stay spare until `trim`: steps in flight may still read or write them.
+4. A unit that others share is never reused for new rows.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
+
+from memory.errors import DoesNotFit
+
+__all__ = ["Allotment", "Store"]
+
+Id = TypeVar("Id")
+
+
+class Store(Protocol[Id]):
+    """Reference-counted units: `Arena`, `DeviceBlocks`, `KeyPages`."""
+
+    def reserve(self, units: int) -> None:
+        """Keep units for later takes. Raises DoesNotFit; nothing is reserved then."""
+        ...
+
+    def unreserve(self, units: int) -> None:
+        """Give up units kept by `reserve`."""
+        ...
+
+    def take(self, *, reserved: bool = False) -> Id:
+        """A unit with one reference. Raises DoesNotFit, but never with `reserved`."""
+        ...
+
+    def retain(self, unit: Id) -> None:
+        """One more reference."""
+        ...
+
+    def release(self, unit: Id) -> bool:
+        """One reference less; returns whether that freed the unit."""
+        ...
+
+    def references(self, unit: Id) -> int:
+        """How many hold the unit."""
+        ...
+
+
+class Allotment(Generic[Id]):
+    """One session's units of `store`. Raises DoesNotFit when made and `units_max` cannot be reserved."""
+
+    def __init__(self, store: Store[Id], units_max: int) -> None:
+        self.units_max = units_max
+        self.ids: list[Id] = []
+        self._store = store
+        self._spare: list[Id] = []
+        store.reserve(units_max)
+        self._reserved = units_max
+
+    def ensure(self, units: int) -> int:
+        """Hold at least `units` units; returns the index of the first new one (== len(ids) when there is none).
+
+        Raises: DoesNotFit: only after shared units were cut; what was added before stays.
+        """
+        assert units <= self.units_max, f"{units} units of an allotment of {self.units_max}"
+        first = len(self.ids)
+        while len(self.ids) < units:
+            if self._spare:
+                self.ids.append(self._spare.pop())
+            else:
+                self.ids.append(self._store.take(reserved=self._reserved > 0))
+                self._reserved = max(0, self._reserved - 1)
+        return first
+
+    def cut(self, units: int) -> None:
+        """Keep the first `units` units. Those that are ours alone become spare, shared ones are released."""
+        while len(self.ids) > units:
+            unit = self.ids.pop()
+            if self._store.references(unit) == 1:
+                self._spare.append(unit)
+            else:
+                self._store.release(unit)
+                self._replace()
+
+    def _replace(self) -> None:
+        """Reserve a unit in place of a shared one that we let go; without room for it the entitlement shrinks."""
+        with suppress(DoesNotFit):
+            self._store.reserve(1)
+            self._reserved += 1
+
+    def trim(self) -> None:
+        """Free the spare units and stay entitled to as many. Call once no operation in flight touches them."""
+        while self._spare:
+            freed = self._store.release(self._spare.pop())
+            assert freed, "a spare unit was shared"
+            self._store.reserve(1)
+            self._reserved += 1
+
+    def grow(self, units_max: int) -> Callable[[], None]:
+        """Become entitled to `units_max` units; returns what undoes that as long as nothing was taken since.
+
+        Raises: DoesNotFit; nothing changed then.
+        """
+        before = self.units_max
+        assert units_max >= before, f"an allotment of {before} units cannot grow to {units_max}"
+        more = units_max - len(self.ids) - len(self._spare) - self._reserved
+        self._store.reserve(more)
+        self._reserved += more
+        self.units_max = units_max
+
+        def undo() -> None:
+            self._store.unreserve(more)
+            self._reserved -= more
+            self.units_max = before
+
+        return undo
+
+    def share(self, units: int) -> list[Id]:
+        """The first `units` units with one more reference each, which the caller now holds: the seam for forks and shared prefixes."""
+        shared = self.ids[:units]
+        assert len(shared) == units, f"{units} of {len(self.ids)} units shared"
+        for unit in shared:
+            self._store.retain(unit)
+        return shared
+
+    def close(self) -> None:
+        """Let go of everything. Call once no operation in flight touches the units."""
+        for unit in (*self.ids, *self._spare):
+            self._store.release(unit)
+        self._store.unreserve(self._reserved)
+        self.ids, self._spare, self._reserved, self.units_max = [], [], 0, 0
+
+    def check_integrity(self) -> None:
+        """Assert the invariants."""
+        held = [*self.ids, *self._spare]
+        assert len(set(held)) == len(held), "a unit is held twice"
+        assert all(self._store.references(unit) >= 1 for unit in held), "a unit is held without a reference"
+        assert all(self._store.references(unit) == 1 for unit in self._spare), "a spare unit is shared"
+        assert len(held) + self._reserved <= self.units_max, f"{len(held)} held, {self._reserved} reserved of {self.units_max} units"

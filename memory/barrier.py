@@ -1,0 +1,99 @@
+"""The consistency barrier: after it, everything a session is is in RAM, and that was checked.
+
+Knows both placements through `SessionMemory` only. Awaited before export, archive, fork of a partial block and change of placement.
+
+Invariants:
+1. A submitted copy is not a completed copy: the barrier returns after the last raise completed, never before.
+2. The partial block is copied whole, and frees no ring row.
+3. Any failed copy, and any count that differs on host or device, raises.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
+from memory.append import blocks_of
+from memory.copyback import Copyback
+from memory.errors import BarrierFailed
+from memory.session import SessionMemory
+from streams import Event
+
+__all__ = ["barrier", "verify_mirror"]
+
+
+async def barrier(session: SessionMemory, copyback: Copyback) -> int:
+    """Copy what is not in RAM, await every operation of the session, check.
+
+    The caller has stopped the session's steps: all rows are committed and none is submitted before this returned.
+    Returns: mirrored rows, equal to the logical rows.
+    Raises: BarrierFailed: a copy failed or the counts differ; ArenaFull: resident, no host memory for the copy.
+    Cancel: the copies go on; until they are done `room` is False.
+    """
+    counts = session.counts
+    assert counts.committed == counts.logical, f"{counts!r}: a step was not followed"
+    if session.operations.broken is None:
+        await _flush(session, copyback)
+    await session.operations.settle()
+    broken = session.operations.broken
+    if broken is not None:
+        raise BarrierFailed(f"session {session.session_id}: a copy failed ({type(broken).__name__}: {broken})") from broken
+    state = session.state
+    on_device = await copyback.stream.submit(state.tolist, label="barrier state", session=session.session_id)
+    found = (counts.mirrored, on_device[StateField.MIRRORED], on_device[StateField.LOGICAL])
+    if set(found) != {counts.logical}:
+        raise BarrierFailed(
+            f"session {session.session_id}: {counts.logical} rows, mirrored {found[0]} on the host and {found[1]} on the device, "
+            f"which has {found[2]} rows"
+        )
+    return counts.mirrored
+
+
+async def _flush(session: SessionMemory, copyback: Copyback) -> None:
+    """Submit a copy of every block with committed rows in no batch yet, and one raise behind them all."""
+    counts = session.counts
+    rows = counts.committed
+    if counts.submitted == rows:
+        return
+    copies: list[Event[Any]] = []
+    for block in range(counts.submitted // BLOCK_ROWS, blocks_of(rows)):
+        await copyback.stream.wait_room()
+        copies.append(copyback.submit_copy(session, block, session.device_block(block), freezes=True))
+    await copyback.stream.wait_room()
+    copyback.submit_raise(session, rows, copies)
+
+
+def verify_mirror(session: SessionMemory, layout: BlockLayout) -> None:
+    """Compare the mirrored rows and keys that the device still holds with RAM, byte for byte. For tests and requested checks.
+
+    Resident: all of them. Offload: rows and keys of the ring's current blocks, and the keys of every page.
+    Raises: BarrierFailed: names the first place that differs. Call it with nothing in flight.
+    """
+    rows = session.counts.mirrored
+    first = 0 if session.ring is None else rows // BLOCK_ROWS
+    for block in range(first, blocks_of(rows)):
+        within = min(BLOCK_ROWS, rows - BLOCK_ROWS * block)
+        device, mirror = session.device_block(block), session.mirror_block(block)
+        for layer in range(layout.layers):
+            start, size = layout.row_offset(layer), within * layout.row.row_bytes
+            _compare(device[start : start + size], mirror[start : start + size], f"row of layer {layer}", block, layout.row.row_bytes)
+        for key_layer in range(layout.key_layers):
+            start, size = layout.key_offset(key_layer), within * layout.key.key_bytes
+            _compare(device[start : start + size], mirror[start : start + size], f"key {key_layer} in", block, layout.key.key_bytes)
+    for block in range(blocks_of(rows)):
+        within = min(BLOCK_ROWS, rows - BLOCK_ROWS * block)
+        page, place = divmod(BLOCK_ROWS * block, PAGE_KEYS)
+        size = within * layout.key.key_bytes
+        for key_layer in range(layout.key_layers):
+            keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][:size]
+            start = layout.key_offset(key_layer)
+            mirror = session.mirror_block(block)[start : start + size]
+            _compare(keys, mirror, f"page key of key layer {key_layer}", block, layout.key.key_bytes)
+
+
+def _compare(device: torch.Tensor, mirror: torch.Tensor, what: str, block: int, unit_bytes: int) -> None:
+    wrong = (device.to(mirror.device) != mirror).nonzero()
+    if wrong.numel():
+        byte = int(wrong[0])
+        position = BLOCK_ROWS * block + byte // unit_bytes
+        raise BarrierFailed(f"{what}, position {position}, byte {byte % unit_bytes}: device {int(device[byte])}, RAM {int(mirror[byte])}")

@@ -1,0 +1,75 @@
+"""Host memory at exact size, straight from the kernel.
+
+Holds one anonymous private mapping a buffer. Pages are touched lazily on the CPU: a buffer costs RAM only where it was written.
+Knows nothing of blocks. Registration is a seam: a device's registration makes the mapping readable by the device and answers with the
+device address; without one the host address is the address.
+
+Invariants:
+1. `address` is page-aligned and valid until `close`; the mapping itself lives as long as any tensor over it.
+2. Registration happens once, when the buffer is made, never while decoding.
+"""
+
+import mmap
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memory.errors import ArenaFull
+
+__all__ = ["HostBuffer", "NoRegistration", "Registration"]
+
+
+class Registration(Protocol):
+    """Makes host memory readable by a device."""
+
+    def register(self, host_address: int, size_bytes: int) -> int:
+        """Returns the device address of the same bytes. Raises what the driver raises; nothing is registered then."""
+        ...
+
+    def unregister(self, host_address: int) -> None:
+        """The inverse; called once for each successful `register`."""
+        ...
+
+
+class NoRegistration:
+    """The CPU's: host addresses are device addresses."""
+
+    def register(self, host_address: int, size_bytes: int) -> int:
+        assert host_address != 0
+        assert size_bytes > 0
+        return host_address
+
+    def unregister(self, host_address: int) -> None:
+        assert host_address != 0
+
+
+class HostBuffer:
+    """`size_bytes` of zero-filled host memory. Raises ArenaFull when the machine has no such mapping to give."""
+
+    def __init__(self, size_bytes: int, registration: Registration) -> None:
+        assert size_bytes > 0, f"a host buffer of {size_bytes} bytes"
+        # Private, because a shared anonymous mapping is accounted as shared memory and may be limited apart from RAM.
+        try:
+            mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ArenaFull(size_bytes) from error
+        # Advice only, and not known to every kernel. A forked child must not turn our pages into copy-on-write ones:
+        # the device would go on writing the old page.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                try:
+                    mapping.madvise(getattr(mmap, advice))
+                except OSError:
+                    continue
+        self.bytes: Tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.size_bytes = size_bytes
+        self.allocated_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._registration = registration
+        self.address = registration.register(self.bytes.data_ptr(), size_bytes)
+
+    def close(self) -> None:
+        """Unregister and drop the mapping; the kernel takes it back when the last view of it is gone."""
+        self._registration.unregister(self.bytes.data_ptr())
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.address = 0

@@ -1,0 +1,167 @@
+"""Index keys on the device, in pages of 1,024, and a session's table of them.
+
+`KeyPages` holds spans: for one stretch of 1,024 positions the pages of all key layers in one exact-size buffer, because every layer
+needs its page at the same moment and shares it with the same sessions. `PageTable` holds one session's spans and the device's int64
+table of page addresses. Both placements use them. Knows nothing of what the keys are.
+
+Invariants:
+1. A span's pages lie `page_bytes` apart, in the order of the key layers.
+2. `addresses[layer, n]` is the address of page n of that layer for n < pages, and 0 past it; the device table equals it for n < pages
+   once the write that `ensure` returned has run. Entries past it are never read.
+3. A table's address never changes but in `grow`, which no step in flight may see.
+"""
+
+from collections.abc import Callable
+from typing import NewType
+
+import numpy
+import torch
+from torch import Tensor
+
+from kernels.layout import BlockLayout
+from memory.allotment import Allotment
+from memory.history import TableWrite
+from memory.pool import Pool, allocated
+
+__all__ = ["KeyPages", "PageId", "PageTable"]
+
+PageId = NewType("PageId", int)  # names a span: page n of every key layer
+
+
+class KeyPages:
+    """Spans of one stage's pages. Loop thread only."""
+
+    def __init__(self, layout: BlockLayout, pool: Pool) -> None:
+        self.key_layers = layout.key_layers
+        self.page_bytes = layout.key.page_bytes
+        self.span_bytes = layout.key_layers * layout.key.page_bytes
+        self.pool = pool
+        self._buffer_of: dict[PageId, Tensor] = {}
+        self._references_of: dict[PageId, int] = {}
+        self._next = 0
+
+    def reserve(self, spans: int) -> None:
+        """Keep device memory for `spans` later takes. Raises PoolExhausted; nothing is reserved then."""
+        self.pool.reserve(spans * allocated(self.span_bytes))
+
+    def unreserve(self, spans: int) -> None:
+        """Give up spans kept by `reserve`."""
+        self.pool.unreserve(spans * allocated(self.span_bytes))
+
+    def take(self, *, reserved: bool = False) -> PageId:
+        """A zero-filled span with one reference. Raises PoolExhausted (never with `reserved`)."""
+        buffer = self.pool.take(self.span_bytes, "pages", reserved=reserved)
+        span = PageId(self._next)
+        self._next += 1
+        self._buffer_of[span] = buffer
+        self._references_of[span] = 1
+        return span
+
+    def retain(self, span: PageId) -> None:
+        """One more reference to a taken span."""
+        self._references_of[span] += 1
+
+    def release(self, span: PageId) -> bool:
+        """One reference less; returns whether that freed the span."""
+        self._references_of[span] -= 1
+        if self._references_of[span]:
+            return False
+        del self._references_of[span]
+        self.pool.give(self._buffer_of.pop(span))
+        return True
+
+    def references(self, span: PageId) -> int:
+        """How many hold the span; 0: it is free."""
+        return self._references_of.get(span, 0)
+
+    def page(self, span: PageId, key_layer: int) -> Tensor:
+        """uint8 [1024 * key_bytes]: one layer's page of a taken span."""
+        return self._buffer_of[span][key_layer * self.page_bytes : (key_layer + 1) * self.page_bytes]
+
+    def check_integrity(self) -> None:
+        """Assert that every span has a buffer of its own and a reference."""
+        assert self._buffer_of.keys() == self._references_of.keys()
+        assert all(count > 0 for count in self._references_of.values())
+        addresses = {buffer.data_ptr() for buffer in self._buffer_of.values()}
+        assert len(addresses) == len(self._buffer_of), "two spans share an address"
+
+
+class PageTable:
+    """Pages of one session. Raises PoolExhausted when made and they cannot be reserved; nothing is held then."""
+
+    def __init__(self, pages: KeyPages, pages_max: int) -> None:
+        self._pages = pages
+        self._allotment: Allotment[PageId] = Allotment(pages, pages_max)
+        try:
+            self.table = self._new_table(pages_max)  # [key layers, pages_max]
+        except BaseException:
+            self._allotment.close()
+            raise
+        self.addresses = numpy.zeros((pages.key_layers, pages_max), dtype=numpy.int64)
+
+    def _new_table(self, pages_max: int) -> Tensor:
+        size_bytes = 8 * self._pages.key_layers * pages_max
+        return self._pages.pool.take(size_bytes, "tables").view(torch.int64).view(self._pages.key_layers, pages_max)
+
+    @property
+    def pages(self) -> int:
+        """Pages held now, a key layer."""
+        return len(self._allotment.ids)
+
+    @property
+    def pages_max(self) -> int:
+        """Pages this table may hold, a key layer."""
+        return self._allotment.units_max
+
+    def ensure(self, pages: int) -> TableWrite | None:
+        """Hold at least `pages` pages a layer; returns the write of the new table entries, or None when there are none."""
+        first = self._allotment.ensure(pages)
+        if first == self.pages:
+            return None
+        for number in range(first, self.pages):
+            start = self._pages.page(self._allotment.ids[number], 0).data_ptr()
+            self.addresses[:, number] = start + self._pages.page_bytes * numpy.arange(self._pages.key_layers)
+        return TableWrite(self.table[:, first : self.pages], torch.from_numpy(self.addresses[:, first : self.pages].copy()))
+
+    def cut(self, pages: int) -> None:
+        """Keep the first `pages` pages; the others stay spare until `trim`."""
+        self._allotment.cut(pages)
+        self.addresses[:, self.pages :] = 0
+
+    def trim(self) -> None:
+        """Free the spare pages. Call once no operation in flight touches them."""
+        self._allotment.trim()
+
+    def view(self, key_layer: int, page: int) -> Tensor:
+        """uint8 [1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of one key layer."""
+        return self._pages.page(self._allotment.ids[page], key_layer)
+
+    def share(self, pages: int) -> list[PageId]:
+        """The first `pages` pages with one more reference each, which the caller now holds."""
+        return self._allotment.share(pages)
+
+    def grow(self, pages_max: int) -> Callable[[], None]:
+        """Become entitled to more pages; call `move_table` next. Returns the undo. Raises DoesNotFit; nothing changed then."""
+        return self._allotment.grow(pages_max)
+
+    def move_table(self, table: Tensor) -> Tensor:
+        """Use `table`, int64 [key layers, pages_max], from now on, filled here. Returns the old one. No step in flight may see either."""
+        old, self.table = self.table, table
+        addresses = numpy.zeros((self._pages.key_layers, self.pages_max), dtype=numpy.int64)
+        addresses[:, : self.pages] = self.addresses[:, : self.pages]
+        self.addresses = addresses
+        table.copy_(torch.from_numpy(addresses))
+        return old
+
+    def close(self) -> None:
+        """Let go of pages and table. Call once no operation in flight touches them."""
+        self._allotment.close()
+        self._pages.pool.give(self.table)
+
+    def check_integrity(self) -> None:
+        """Assert invariants 1 and 2 and the allotment's."""
+        self._allotment.check_integrity()
+        for number, span in enumerate(self._allotment.ids):
+            places = [self._pages.page(span, layer).data_ptr() for layer in range(self._pages.key_layers)]
+            assert self.addresses[:, number].tolist() == places, "an address is not its page's"
+        assert not self.addresses[:, self.pages :].any(), "an address past the last page"

@@ -1,0 +1,78 @@
+"""What of a session is in flight, and whether a failed copy broke it.
+
+Holds the session's outstanding events. Knows nothing of buffers: whoever owns some asks `when_idle` before letting them go.
+
+Invariants:
+1. An event is held from `hold` until it is done; its completion callbacks given before `hold` have run by then.
+2. `when_idle` callbacks run once, when nothing is held, and never inside `when_idle` while something is.
+3. `broken` keeps the first failure and is never cleared.
+4. `frozen` while a copy of a block that is not full is in flight, whoever stopped waiting for it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from streams import Event
+
+__all__ = ["Operations"]
+
+
+class Operations:
+    """Outstanding events of one session. Loop thread only."""
+
+    def __init__(self) -> None:
+        self.broken: BaseException | None = None
+        self.last_raise: Event[Any] | None = None  # the newest raise of MIRRORED; the next one comes after it (`copyback.py`)
+        self._held: dict[Event[Any], None] = {}  # in order of submission
+        self._freezing: set[Event[Any]] = set()
+        self._idle_callbacks: list[Callable[[], None]] = []
+
+    @property
+    def outstanding(self) -> int:
+        """Events held now."""
+        return len(self._held)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a copy is in flight that reads rows next to those a step would write: no step may be submitted."""
+        return bool(self._freezing)
+
+    def hold(self, event: Event[Any], *, freezes: bool = False) -> None:
+        """Count `event` as in flight until it is done; its failure is its submitter's to report. Steps of the session are given here.
+
+        Args: freezes: it reads a block that is not full, so nothing may be written to the session's rows until then.
+        """
+        if event.done() or event in self._held:
+            return
+        self._held[event] = None
+        if freezes:
+            self._freezing.add(event)
+        event.on_done(self._settled)
+
+    def _settled(self, event: Event[Any]) -> None:
+        del self._held[event]
+        self._freezing.discard(event)
+        if not self._held:
+            callbacks, self._idle_callbacks = self._idle_callbacks, []
+            for callback in callbacks:
+                callback()
+
+    def break_with(self, error: BaseException) -> None:
+        """The session cannot go on; keeps the first reason."""
+        if self.broken is None:
+            self.broken = error
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, as soon as nothing is held; now if nothing is."""
+        if self._held:
+            self._idle_callbacks.append(callback)
+        else:
+            callback()
+
+    async def settle(self) -> None:
+        """Wait until nothing is held, work submitted meanwhile included. Raises none of the failures.
+
+        Cancel: the operations go on and stay held.
+        """
+        while self._held:
+            await next(reversed(self._held)).wait_done()

@@ -1,0 +1,275 @@
+"""The two ways to hold a session's rows, chosen once when an engine is built.
+
+Holds one stage's arena, pool, key pages and append ring, and makes sessions over them. Knows no scheduling: what does not fit is
+refused with the missing bytes a tier, and whoever asked decides whether to wait.
+
+Invariants:
+1. `open` and `grow` hold all or nothing: after an error ledger, arena and pool are as before.
+2. `needs` is to the byte what `open` takes and reserves.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, RING_BLOCKS, STATE_FIELDS, BlockLayout
+from memory.append import blocks_of, pages_of
+from memory.arena import Arena, ArenaStatistics
+from memory.errors import DoesNotFit
+from memory.history import DeviceBlocks
+from memory.hot import HotCache
+from memory.keys import KeyPages
+from memory.offload import OffloadSession
+from memory.pool import Pool, PoolStatistics, allocated
+from memory.resident import ResidentSession
+from memory.ring import AppendRing, Ring
+from memory.session import Holdings, SessionMemory
+
+__all__ = ["Needs", "Offload", "Placement", "PlacementStatistics", "Resident"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Allocated bytes of one session, per tier."""
+
+    host_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementStatistics:
+    """What a stage holds. Bytes of sessions are in arena and pool."""
+
+    placement: str
+    arena: ArenaStatistics
+    pool: PoolStatistics
+    append_ring_bytes: int
+
+
+class Placement(Protocol):
+    """One stage's memory for sessions. Loop thread only."""
+
+    def needs(self, tokens_max: int) -> Needs:
+        """What a session of `tokens_max` rows takes and reserves."""
+        ...
+
+    def open(self, session_id: str, tokens_max: int) -> SessionMemory:
+        """A session without rows. Raises DoesNotFit with the missing bytes per tier; nothing is held then."""
+        ...
+
+    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+        """Make room for a longer turn. Nothing of the session may be in flight.
+
+        Returns: whether addresses changed, so that its step table place must be written again.
+        Raises: DoesNotFit with the missing bytes per tier; the session is as before.
+        """
+        ...
+
+    def statistics(self) -> PlacementStatistics:
+        """A snapshot."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the stage's own buffers. All sessions are closed by then; arena and pool are the caller's."""
+        ...
+
+
+def _shared_bytes(layout: BlockLayout, hidden: int, tokens_max: int) -> int:
+    """Device bytes that a session of either placement takes: tables, pages, state and hidden states."""
+    pages = pages_of(tokens_max)
+    tables = allocated(8 * blocks_of(tokens_max)) + allocated(8 * layout.key_layers * pages)
+    spans = pages * allocated(layout.key_layers * layout.key.page_bytes)
+    return tables + spans + allocated(8 * STATE_FIELDS) + allocated(4 * HIDDEN_ROWS * hidden)
+
+
+def _check_room(needs: Needs, arena: Arena, pool: Pool) -> None:
+    """Raise DoesNotFit if either tier is short, naming both."""
+    host = arena.statistics()
+    host_missing = max(0, needs.host_bytes - arena.available * host.block_bytes)
+    device_missing = pool.missing_bytes(needs.device_bytes)
+    if host_missing or device_missing:
+        raise DoesNotFit(host_missing_bytes=host_missing, device_missing_bytes=device_missing)
+
+
+def _grow_tables(holdings: Holdings, tokens_max: int, undo: ExitStack) -> list[Tensor]:
+    """Grow both allotments and take both tables; returns the new tables."""
+    pool, pages = holdings.pool, pages_of(tokens_max)
+    undo.callback(holdings.history.grow(blocks_of(tokens_max)))
+    undo.callback(holdings.pages.grow(pages))
+    tables = [pool.take(8 * blocks_of(tokens_max), "tables").view(torch.int64)]
+    undo.callback(pool.give, tables[0])
+    key_layers = holdings.pages.table.shape[0]
+    tables.append(pool.take(8 * key_layers * pages, "tables").view(torch.int64).view(key_layers, pages))
+    undo.callback(pool.give, tables[1])
+    return tables
+
+
+def _use_tables(holdings: Holdings, tokens_max: int, tables: Sequence[Tensor]) -> None:
+    holdings.pool.give(holdings.history.move_table(tables[0]))
+    holdings.pool.give(holdings.pages.move_table(tables[1]))
+    holdings.tokens_max = tokens_max
+
+
+def _check_still(holdings: Holdings) -> None:
+    assert not holdings.closed, f"session {holdings.session_id} is closed"
+    assert holdings.operations.outstanding == 0, f"session {holdings.session_id}: {holdings.operations.outstanding} operations in flight"
+    assert holdings.counts.committed == holdings.counts.logical, f"{holdings.counts!r}: a step is in flight"
+
+
+def _keep_hot(old: HotCache, new: HotCache) -> None:
+    """Copy what `old` holds to the larger `new`."""
+    slots, positions = old.position_of.shape[0], old.slot_of.shape[0]
+    new.slots[:, :slots].copy_(old.slots)
+    new.slot_of[:positions].copy_(old.slot_of)
+    new.position_of[:slots].copy_(old.position_of)
+    new.pin_round[:slots].copy_(old.pin_round)
+    new.hand.copy_(old.hand)
+
+
+class Offload:
+    """Rows in RAM, a ring and hot caches on the device. Raises PoolExhausted when made without room for the append ring."""
+
+    def __init__(self, layout: BlockLayout, arena: Arena, pool: Pool, *, hidden: int, hot_rows: int, picks: int, chunk_rows: int) -> None:
+        """One stage.
+
+        Args: hidden: values of a hidden state. hot_rows: hot slots a group, at least 1; cut to a session's positions but never below
+            `picks`, the top-k of a selection. chunk_rows: rows of the longest append chunk.
+        """
+        assert hot_rows >= 1, f"{hot_rows} hot rows"
+        self.arena, self.pool = arena, pool
+        self._layout = layout
+        self._hidden = hidden
+        self._hot_rows = hot_rows
+        self._picks = picks
+        self._keys = KeyPages(layout, pool)
+        self.append_ring = AppendRing(layout, chunk_rows, pool)
+
+    def _slots(self, positions_max: int) -> int:
+        return max(self._picks, min(self._hot_rows, positions_max))
+
+    def _hot_bytes(self, tokens_max: int) -> int:
+        positions = BLOCK_ROWS * blocks_of(tokens_max)
+        return sum(
+            allocated(HotCache.bytes_needed(len(group), self._slots(positions), positions, self._layout.row.row_bytes))
+            for group in self._layout.groups
+        )
+
+    def _take_hot(self, tokens_max: int, undo: ExitStack) -> list[HotCache]:
+        positions = BLOCK_ROWS * blocks_of(tokens_max)
+        caches = []
+        for group in self._layout.groups:
+            cache = HotCache(len(group), self._slots(positions), positions, self._layout.row.row_bytes, take=self.pool.take)
+            undo.callback(self.pool.give, cache.buffer)
+            caches.append(cache)
+        return caches
+
+    def needs(self, tokens_max: int) -> Needs:
+        """See Placement."""
+        ring = allocated(RING_BLOCKS * self._layout.block_bytes)
+        device = _shared_bytes(self._layout, self._hidden, tokens_max) + ring + self._hot_bytes(tokens_max)
+        return Needs(blocks_of(tokens_max) * self._layout.block_bytes, device)
+
+    def open(self, session_id: str, tokens_max: int) -> OffloadSession:
+        """See Placement."""
+        _check_room(self.needs(tokens_max), self.arena, self.pool)
+        with ExitStack() as undo:
+            holdings = Holdings(session_id, tokens_max, self.arena, self._keys, self.pool, self._hidden)
+            undo.callback(holdings.close)
+            ring = Ring(self._layout, self.pool)
+            undo.callback(ring.close)
+            hot = self._take_hot(tokens_max, undo)
+            undo.pop_all()
+        session = OffloadSession(holdings, self._layout, ring, self.append_ring, hot)
+        holdings.own(ring.close)
+        holdings.own(lambda: self._give_hot(session.hot))
+        return session
+
+    def _give_hot(self, caches: Sequence[HotCache]) -> None:
+        for cache in caches:
+            self.pool.give(cache.buffer)
+
+    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+        """See Placement. What the hot caches hold is kept; old and new ones exist together for a moment and are counted so."""
+        assert isinstance(session, OffloadSession), "a session of another placement"
+        holdings = session.holdings
+        _check_still(holdings)
+        if tokens_max <= holdings.tokens_max:
+            return False
+        more = blocks_of(tokens_max) - session.history.blocks_max
+        shared = _shared_bytes(self._layout, self._hidden, tokens_max) - _shared_bytes(self._layout, self._hidden, holdings.tokens_max)
+        device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings)
+        _check_room(Needs(more * self._layout.block_bytes, device), self.arena, self.pool)
+        with ExitStack() as undo:
+            tables = _grow_tables(holdings, tokens_max, undo)
+            hot = self._take_hot(tokens_max, undo)
+            undo.pop_all()
+        _use_tables(holdings, tokens_max, tables)
+        for old, new in zip(session.hot, hot, strict=True):
+            _keep_hot(old, new)
+        self._give_hot(session.hot)
+        session.hot = hot
+        return True
+
+    def statistics(self) -> PlacementStatistics:
+        """See Placement."""
+        ring_bytes = allocated(self.append_ring.buffer.numel())
+        return PlacementStatistics("offload", self.arena.statistics(), self.pool.statistics(), ring_bytes)
+
+    def close(self) -> None:
+        """See Placement."""
+        self.append_ring.close()
+
+
+def _tables_bytes(holdings: Holdings) -> int:
+    """Device bytes of a session's present tables, which exist beside the new ones for a moment."""
+    return sum(allocated(8 * table.numel()) for table in (holdings.history.table, holdings.pages.table))
+
+
+class Resident:
+    """Rows on the device; the arena is used by barriers only, and nothing of it is reserved."""
+
+    def __init__(self, layout: BlockLayout, arena: Arena, pool: Pool, *, hidden: int) -> None:
+        """One stage. Args: hidden: values of a hidden state."""
+        self.arena, self.pool = arena, pool
+        self._layout = layout
+        self._hidden = hidden
+        self._keys = KeyPages(layout, pool)
+        self._blocks = DeviceBlocks(layout, pool)
+
+    def needs(self, tokens_max: int) -> Needs:
+        """See Placement."""
+        blocks = blocks_of(tokens_max) * allocated(self._layout.block_bytes)
+        return Needs(0, _shared_bytes(self._layout, self._hidden, tokens_max) + blocks)
+
+    def open(self, session_id: str, tokens_max: int) -> ResidentSession:
+        """See Placement."""
+        _check_room(self.needs(tokens_max), self.arena, self.pool)
+        holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden)
+        return ResidentSession(holdings, self._layout, self.arena)
+
+    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+        """See Placement."""
+        assert isinstance(session, ResidentSession), "a session of another placement"
+        holdings = session.holdings
+        _check_still(holdings)
+        if tokens_max <= holdings.tokens_max:
+            return False
+        device = self.needs(tokens_max).device_bytes - self.needs(holdings.tokens_max).device_bytes
+        _check_room(Needs(0, device + _tables_bytes(holdings)), self.arena, self.pool)
+        with ExitStack() as undo:
+            tables = _grow_tables(holdings, tokens_max, undo)
+            undo.pop_all()
+        _use_tables(holdings, tokens_max, tables)
+        return True
+
+    def statistics(self) -> PlacementStatistics:
+        """See Placement."""
+        return PlacementStatistics("resident", self.arena.statistics(), self.pool.statistics(), 0)
+
+    def close(self) -> None:
+        """See Placement. A resident stage has no buffer of its own."""
+        self._blocks.check_integrity()
