@@ -63,6 +63,12 @@ class LayerWeights:
         """Whether the layer makes its group's selection."""
         return self.indexer is not None
 
+    @property
+    def full_indexer(self) -> IndexerWeights:
+        """The indexer of a layer known to be full."""
+        assert self.indexer is not None, f"layer {self.layer} is shared: it has no indexer"
+        return self.indexer
+
     def attention_input(self, x: Tensor) -> Tensor:
         """Normed state u [T, H] that attention and indexer read, of the residual state x [T, H]."""
         return rms_norm(x, self.input_norm, self.norm_eps)

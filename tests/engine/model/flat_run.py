@@ -1,0 +1,140 @@
+"""The model driven the plainest way: every row and key in flat tensors, no ring, no cache, no streams.
+
+Holds `FlatRun`. What a step must compute, without where anything lives; the comparison between the model's seams and transformers.
+Each overridable method is one place where a mistake can be made on purpose.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.model import LayerWeights, Model
+from kernels.index_score import index_scores
+from kernels.layout import PAGE_KEYS, KeyLayout
+from kernels.select import select
+from kernels.sparse_mla import sparse_mla_indexed
+from tests.engine.model.parity import Rows, rounded_row, rounding_gap, tie_distance
+
+__all__ = ["FlatRun"]
+
+
+class FlatRun:
+    """One conversation on a whole model; `append` may be called with any number of ids at a time.
+
+    gap: the smallest distance so far between a choice made and the next one, at selection edges and in routing.
+    rounding_gap: the smallest distance so far from a stored value to where its rounding flips.
+    """
+
+    def __init__(self, model: Model, positions_max: int, *, rows: Rows = "f32", keys: str = "f32") -> None:
+        self.model = model
+        self.rows = rows
+        self.config = model.config
+        self.top_k = model.config.top_k
+        self.scale = model.config.scale
+        self.logical = 0
+        self.gap = float("inf")
+        self.rounding_gap = float("inf")
+        layers = len(model.row_layers)
+        self.latent = torch.full((layers, positions_max, self.config.latent), float("nan"))
+        self.rope_key = torch.full((layers, positions_max, self.config.rope), float("nan"))
+        self.layout = KeyLayout("bf16" if keys == "bf16" else "f32", self.config.index_width)
+        self._pages = -(-positions_max // PAGE_KEYS)
+        key_bytes = self.layout.key_bytes
+        dtype = torch.bfloat16 if keys == "bf16" else torch.float32
+        self._keys = torch.full((layers, self._pages * PAGE_KEYS, key_bytes // dtype.itemsize), float("nan"), dtype=dtype)
+        self.hidden = torch.empty(0, self.config.hidden)
+
+    def append(self, ids: Tensor) -> Tensor:
+        """Run ids [T] as the next positions. Returns: logits [T, V]; `hidden` [T, H] is what the MTP block would read."""
+        positions = torch.arange(self.logical, self.logical + ids.shape[0])
+        cos, sin = self.model.rope(positions)
+        x = self.model.embed(ids)
+        selection = torch.empty(0)
+        for local, layer in enumerate(self.model.layers):
+            x, selection = self.layer(local, layer, x, positions, cos, sin, selection)
+        self.logical += ids.shape[0]
+        self.hidden = self.model.final_norm(x)
+        return self.model.logits(self.hidden)
+
+    def append_mtp(self, ids: Tensor, hidden: Tensor, first: int) -> Tensor:
+        """Run MTP rows (hidden [T, H] of positions first - 1.., ids [T] at positions first..). Returns: draft logits [T, V]."""
+        mtp = self.model.mtp
+        assert mtp is not None
+        positions = torch.arange(first, first + ids.shape[0])
+        cos, sin = self.model.rope(positions)
+        x = self.mtp_input(ids, hidden)
+        local = len(self.model.layers)
+        x, _ = self.layer(local, mtp.layer, x, positions, cos, sin, torch.empty(0), lowest=1)
+        return self.model.logits(mtp.final_norm(x))
+
+    def mtp_input(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        return self.model.mtp_input(ids, hidden)
+
+    def layer(
+        self, local: int, layer: LayerWeights, x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, selection: Tensor, *, lowest: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """One decoder layer over rows `positions`; slots below `lowest` are empty and never selectable."""
+        u = layer.attention_input(x)
+        qr = layer.mla.project_latent(u)
+        latent, rope_key = layer.mla.project_row(u, cos, sin)
+        self.rounding_gap = min(self.rounding_gap, rounding_gap(latent, rope_key, self.rows))
+        self.latent[local, positions], self.rope_key[local, positions] = rounded_row(latent, rope_key, self.rows)
+        if layer.indexer is not None:
+            key = layer.indexer.index_key(u, cos, sin)
+            if self.layout.encoding == "bf16":
+                self.rounding_gap = min(self.rounding_gap, tie_distance(key, torch.bfloat16))
+            self._keys[local, positions, : self.config.index_width] = key.to(self._keys.dtype)
+            query, head_weights = layer.indexer.index_query(u, self.index_latent(layer, u, qr), cos, sin)
+            selection = self.choose(self.scores(local, query, head_weights, int(positions[-1]) + 1), positions, lowest)
+        picked = self.selection_used(layer, selection, positions, lowest)
+        query_latent, query_rope = layer.mla.project_query(qr, cos, sin)
+        end = int(positions[-1]) + 1
+        attended = sparse_mla_indexed(query_latent, query_rope, self.latent[local, :end], self.rope_key[local, :end], picked, self.scale)
+        x = x + layer.mla.project_output(attended)
+        self._note_routing(layer, x)
+        return x + layer.feed_forward(x), selection
+
+    def index_latent(self, layer: LayerWeights, u: Tensor, qr: Tensor) -> Tensor:
+        """What the indexer's query is made of."""
+        return qr
+
+    def scores(self, local: int, query: Tensor, head_weights: Tensor, keys: int) -> Tensor:
+        """Index scores [T, whole pages] of the first `keys` keys."""
+        out = torch.full((query.shape[0], self._pages * PAGE_KEYS), float("nan"))
+        pages = self._keys[local].data_ptr() + torch.arange(self._pages) * self.layout.page_bytes
+        index_scores(query, head_weights, pages[: -(-keys // PAGE_KEYS)], keys, self.layout, out)
+        return out
+
+    def choose(self, scores: Tensor, positions: Tensor, lowest: int) -> Tensor:
+        """The selection, int32 [T, k], of rows at `positions`."""
+        out = torch.full((positions.shape[0], self.top_k), -7, dtype=torch.int32)
+        first = torch.full_like(positions, lowest)
+        select(scores, first, positions + 1, self.top_k, out)
+        self._note_edges(scores, positions, lowest)
+        return out
+
+    def selection_used(self, layer: LayerWeights, selection: Tensor, positions: Tensor, lowest: int) -> Tensor:
+        """The selection that a layer attends over."""
+        return selection
+
+    def _note_edges(self, scores: Tensor, positions: Tensor, lowest: int) -> None:
+        for row, position in enumerate(positions.tolist()):
+            ranked = scores[row, lowest : position + 1].sort(descending=True).values
+            if len(ranked) > self.top_k:
+                self.gap = min(self.gap, float(ranked[self.top_k - 1] - ranked[self.top_k]))
+
+    def _note_routing(self, layer: LayerWeights, x: Tensor) -> None:
+        router = getattr(layer.mlp, "router", None)
+        if router is None:
+            return
+        y32 = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.norm_eps) * layer.output_norm
+        choice = torch.sigmoid(y32 @ router.T) + layer.mlp.bias
+        kept = self.config.expert_groups_kept
+        if self.config.expert_groups > 1:
+            grouped = choice.view(choice.shape[0], self.config.expert_groups, -1)
+            ranked, order = grouped.topk(2).values.sum(-1).sort(descending=True)
+            self.gap = min(self.gap, float((ranked[:, kept - 1] - ranked[:, kept]).min()))
+            dropped = torch.ones(ranked.shape, dtype=torch.bool).scatter(1, order[:, :kept], False)
+            choice = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
+        ranked = choice.sort(descending=True).values
+        per_token = self.config.experts_per_token
+        self.gap = min(self.gap, float((ranked[:, per_token - 1] - ranked[:, per_token]).min()))
