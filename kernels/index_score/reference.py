@@ -46,7 +46,8 @@ def _query_tiles(query: Tensor) -> Tensor:
     tiles = empty_tiles((padded_rows(rows), heads, width), torch.float32)
     tiles[:rows].copy_(query)
     tiles[rows:].zero_()
-    return tiles.unflatten(0, (-1, TILE_ROWS)).flatten(1, 2)
+    by_tile: Tensor = tiles.unflatten(0, (-1, TILE_ROWS))
+    return by_tile.flatten(1, 2)
 
 
 def _page_keys(address: int, layout: KeyLayout) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.select import select
+from kernels.select import reference, select
 
 NAN, INF = float("nan"), float("inf")
 
@@ -93,13 +93,32 @@ def test_nan_of_either_sign_ranks_lowest():
 def test_coarse_scores_in_many_bands():
     """Rows of heavily tied scores over ranges of their own agree with the plain answer in every band of rows."""
     torch.manual_seed(2)
-    rows, columns = 90, 4096  # bands hold 64 rows here
+    rows, columns = 90, 4096  # a band holds 64 rows here
     scores = torch.randint(-4, 4, (rows, columns)).float()
     scores[torch.rand(rows, columns) < 0.01] = NAN
     scores[torch.rand(rows, columns) < 0.01] = -INF
     first = torch.randint(0, 50, (rows,)).tolist()
     last = torch.randint(40, columns + 1, (rows,)).tolist()
     _assert_as_plain(scores, first, [max(begin, end) for begin, end in zip(first, last, strict=True)], 33)
+
+
+@pytest.mark.parametrize("columns", [31, 32, 33, 63, 64, 65, 127, 129, 500])
+def test_long_rows_are_narrowed_without_loss(columns, monkeypatch):
+    """Around every width at which rows are narrowed first, few and many ties, NaN and -inf give the plain answer."""
+    monkeypatch.setattr(reference, "_NARROW_VALUES", 0)
+    torch.manual_seed(columns)
+    scores = torch.randn(24, columns)
+    scores[6:12] = scores[6:12].round()
+    scores[12:] = torch.randint(0, 2, (12, columns)).float() - 0.5
+    scores[14:18][torch.rand(4, columns) < 0.7] = NAN
+    scores[18:20] = NAN
+    scores[18, columns // 2] = 1.0
+    scores[20:22][torch.rand(2, columns) < 0.9] = -INF
+    first, last = [row % 4 for row in range(24)], [columns - row % 5 for row in range(24)]
+    for row in range(24):  # a row that must choose NaN or -inf takes its whole band another way, so each also goes alone
+        _assert_as_plain(scores[row : row + 1], first[row : row + 1], last[row : row + 1], 8)
+    _assert_as_plain(scores, first, last, 8)
+    _assert_as_plain(scores[:12], first[:12], last[:12], 8)
 
 
 def test_selection_does_not_see_its_company():
