@@ -7,6 +7,8 @@ Parts
     stream.py   the protocols `Stream`, `Backend`, `Observer` and the rules all backends keep
     queued.py   what backends share on the loop's side: limits, room, closing, counting, observing
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
+    virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
+    guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
 
@@ -24,24 +26,28 @@ Choices
 from streams.clock import Clock, RealClock
 from streams.cpu import CpuBackend
 from streams.errors import (
+    BufferChanged,
     Busy,
     Closed,
     DependencyFailed,
     Escaped,
     Full,
     PeerLost,
-    SourceChanged,
     StreamError,
     TapeMismatch,
     TransferFailed,
+    Unordered,
 )
 from streams.event import Event
+from streams.order import Cost, Fault, Order, SeededOrder
 from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
+from streams.virtual import VirtualBackend
 
 __all__ = [
     "Event",
     "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
-    "CpuBackend",
+    "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault",
     "Clock", "RealClock",
-    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed", "SourceChanged", "Escaped", "TapeMismatch",
+    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed",
+    "BufferChanged", "Unordered", "Escaped", "TapeMismatch",
 ]  # fmt: skip

@@ -1,11 +1,12 @@
 """What can go wrong with ordered work, and whose doing it was.
 
 `Closed`, `Busy` and `Full` are ours; `PeerLost` and `TransferFailed` come from outside; `DependencyFailed` follows another failure;
-`SourceChanged`, `Escaped` and `TapeMismatch` are raised by the virtual backend only.
+`BufferChanged`, `Unordered`, `Escaped` and `TapeMismatch` are raised by the virtual backend only.
 """
 
 __all__ = [
-    "Busy", "Closed", "DependencyFailed", "Escaped", "Full", "PeerLost", "SourceChanged", "StreamError", "TapeMismatch", "TransferFailed",
+    "BufferChanged", "Busy", "Closed", "DependencyFailed", "Escaped", "Full", "PeerLost", "StreamError", "TapeMismatch", "TransferFailed",
+    "Unordered",
 ]  # fmt: skip
 
 
@@ -37,8 +38,12 @@ class DependencyFailed(StreamError):
     """The work never ran, because work it comes after failed. `__cause__` is the first failure of the chain, never another of these."""
 
 
-class SourceChanged(StreamError):
-    """A buffer that work in flight reads was written before the work completed."""
+class BufferChanged(StreamError):
+    """A buffer that work in flight reads or writes was written by somebody else before the work completed."""
+
+
+class Unordered(StreamError):
+    """Work was submitted that shares a buffer with work in flight, one of them writing it, and nothing says which comes first."""
 
 
 class Escaped(StreamError):

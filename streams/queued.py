@@ -184,7 +184,7 @@ class QueuedBackend(ABC, Generic[S]):
         self._numbers = 0
         self._closed = False
         self._failures: deque[Event[Any]] = deque(maxlen=_FAILURES_MAX)
-        self._callback_failure: BaseException | None = None
+        self._bug: BaseException | None = None
 
     @abstractmethod
     def open_stream(self, name: str, queue_max: int) -> S:
@@ -215,9 +215,9 @@ class QueuedBackend(ABC, Generic[S]):
         self._failures.clear()
         if lost:
             _log.warning("operation.failed", unobserved=len(lost), labels=[event.label for event in lost[:8]], first=repr(lost[0].error()))
-        failure, self._callback_failure = self._callback_failure, None
-        if failure is not None:
-            raise failure
+        bug, self._bug = self._bug, None
+        if bug is not None:
+            raise bug
 
     def statistics(self) -> BackendStatistics:
         """See `Backend.statistics`."""
@@ -237,6 +237,10 @@ class QueuedBackend(ABC, Generic[S]):
             self.loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
         assert threading.get_ident() == self._thread, "streams belong to their loop's thread: submit and wait are called there only"
+
+    def report(self, bug: BaseException) -> None:
+        """Remember the first failure that belongs to no event, for `close` to raise."""
+        self._bug = self._bug or bug
 
     def number(self) -> int:
         """The next operation's number, from 0."""
@@ -271,6 +275,6 @@ class QueuedBackend(ABC, Generic[S]):
             self._failures = deque((event for event in self._failures if event.unobserved_failure()), maxlen=_FAILURES_MAX)
             self._failures.append(operation)
         if raised is not None:
-            self._callback_failure = self._callback_failure or raised
+            self.report(raised)
             assert self.loop is not None
             self.loop.call_exception_handler({"message": f"a callback of {operation!r} raised", "exception": raised})

@@ -115,7 +115,8 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close every stream, wait for their work, release threads; then raise the first exception an `on_done` callback raised."""
+        """Close every stream, wait for their work, release threads; then raise the first failure that belongs to no event: an
+        `on_done` callback's exception, or a bug that the virtual backend found."""
         ...
 
     def statistics(self) -> BackendStatistics:
