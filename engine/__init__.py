@@ -1,1 +1,40 @@
-"""Sessions, scheduling, decode and append steps, the model, text, wire types and commands."""
+"""Sessions, scheduling, decode and append steps, the model, text, wire types and commands.
+
+`Engine` is the public face:
+
+    async with Engine.open(directory, EngineConfig(hot_rows=1024)) as engine:
+        async for chunk in engine.generate("def parse(", Sampling(max_tokens=64)):
+            print(chunk.text, end="")
+
+Parts
+    engine.py          Engine: opens a model, keeps sessions, starts generations
+    generation.py      the caller's end of a request; request.py: the engine's end; chunk.py: what passes between them
+    loop.py            the step loop; scheduler.py: what runs next, a plain function; session.py: the table of a session's phases
+    decode.py          one decode step as operations on streams; append.py: rows in bulk; chain.py: a step's order of operations
+    stage.py           layers of one device with their memory and streams; sampling_table.py: parameters of a step's places
+    model/ text/ api/ commands/   the model, tokens and templates, wire types, subcommands
+
+Invariants
+    1. The phase comes from the session's state, never from a row count.
+    2. Only the step loop awaits device work; scheduling decides without waiting.
+    3. Settings are frozen values made by the caller; nothing below reads the environment.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+__all__ = ["Engine", "EngineConfig", "Sampling"]
+
+
+def __getattr__(name: str) -> object:
+    """`Engine` is imported when first asked for: the command line answers --help without loading torch."""
+    if name == "Engine":
+        from engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")

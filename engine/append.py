@@ -27,7 +27,8 @@ from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, StateField
 from kernels.quantize import append_keys, append_rows, unpack_rows
 from kernels.select import select
 from kernels.sparse_mla import sparse_mla_indexed
-from memory.session import AppendChunk, SessionMemory
+from memory.append import AppendChunk
+from memory.session import SessionMemory
 from streams import Event
 
 __all__ = ["AppendOutput", "AppendRun"]
@@ -61,7 +62,7 @@ class AppendRun:
 
     def units(self) -> Iterator[Event[Any]]:
         """Submit the append's operations a unit at a time; the last unit's event completes when every whole block is in RAM."""
-        rows_max = self._stage.placement.append_rows
+        rows_max = self._stage.append_rows
         for start in range(0, len(self._tokens), rows_max):
             last = start + rows_max >= len(self._tokens)
             yield from self._chunk_units(self._tokens[start : start + rows_max], last)
@@ -70,7 +71,7 @@ class AppendRun:
     def abandon(self) -> None:
         """Forget the chunk in progress; finished chunks stay. Call once no operation of it is outstanding."""
         if self._chunk is not None:
-            self._memory.abandon_append(self._chunk)
+            self._chunk.abandon(())
             self._chunk = None
 
     def _chunk_units(self, tokens: list[int], last: bool) -> Iterator[Event[Any]]:
@@ -102,7 +103,7 @@ class AppendRun:
                 )
                 yield attended[-1]
         done = chain.submit(streams.compute, lambda: self._finish(chunk, ids, last), label="append.finish")
-        yield self._memory.finish_append(chunk, streams.compute, stage.copyback, done)
+        yield chunk.finish(streams.compute, stage.copyback, done)
         self._chunk = None
 
     def _begin(self, chunk: AppendChunk, ids: Tensor) -> None:
@@ -160,7 +161,7 @@ class AppendRun:
 
     def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, u: Tensor) -> None:
         query, head_weights = layer.full_indexer.index_query(u, self._qr, self._cos, self._sin)
-        pages = self._memory.page_addresses[group]
+        pages = self._memory.pages.table[group]
         end = chunk.first + chunk.rows
         scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS))
         for start in range(0, chunk.rows, _QUERY_TILE):

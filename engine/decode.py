@@ -102,7 +102,7 @@ class DecodeStep:
 
         def clear() -> None:
             for group in range(len(self._stage.main_groups)):
-                self._stage.placement.clear(table.tensor, group, self._place_of, self._plans[group])
+                self._stage.rounds.clear(table.tensor, group, self._place_of, self._plans[group])
 
         return self._stage.streams.compute.submit(clear, label="step.abort", session=session)
 
@@ -130,7 +130,7 @@ class DecodeStep:
                     reads=(self._u, self._qr),
                     writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
                 )
-                if len(layers) > 1 and self._stage.placement.prefetches:
+                if len(layers) > 1 and self._stage.rounds.prefetches:
                     waits = (selected,) if scratch_free is None else (selected, scratch_free)
                     fetched = chain.submit(
                         streams.prefetch,
@@ -196,11 +196,11 @@ class DecodeStep:
         stage, plan = self._stage, self._plans[group]
         query, head_weights = stage.model.layers[full].full_indexer.index_query(self._u, self._qr, self._cos, self._sin)
         select_places(table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection)
-        stage.placement.plan(table.tensor, group, self._place_of, self._mirrored, plan)
+        stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
 
     def _fetch(self, group: int, layers: tuple[int, ...]) -> None:
         for scratch, layer in zip(self._scratch, layers[1:], strict=False):
-            self._stage.placement.fetch(self._plans[group], layer, scratch)
+            self._stage.rounds.fetch(self._plans[group], layer, scratch)
 
     def _query(self, local: int) -> None:
         latent, rope = self._stage.model.layers[local].mla.project_query(self._qr, self._cos, self._sin)
@@ -210,8 +210,8 @@ class DecodeStep:
     def _attend(self, local: int, group: int, place: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]
         layer = stage.model.layers[local]
-        scratch = self._scratch[place - 1] if place > 0 and stage.placement.prefetches else None
-        stage.placement.gather(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact)
+        scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
+        stage.rounds.gather(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact)
         latent, rope = unpack_rows(self._compact, stage.layout.row)
         attended = sparse_mla(self._query_latent, self._query_rope, latent, rope, plan.selection, stage.model.config.scale)
         self._x.add_(layer.mla.project_output(attended))

@@ -32,6 +32,7 @@ from engine.session import Phase, Session
 from engine.stage import Stage, open_stage
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from kernels.layout import BLOCK_ROWS
 from streams import Backend, CpuBackend
 
 __all__ = ["Engine", "Statistics"]
@@ -147,9 +148,7 @@ class Engine:
             self._loop.abort(request)
             await request.ended.wait()
         del self._sessions[session_id]
-        if session.memory is not None:
-            session.memory.close()
-            session.memory = None
+        self._loop.drop_memory(session)
         if session.phase is not Phase.CLOSED:
             session.move(Phase.CLOSED)
 
@@ -168,22 +167,23 @@ class Engine:
         """A frozen snapshot; costs a pass over the sessions."""
         held = [request.session for request in (*self._loop.appending, *self._loop.decoding)]
         sessions = {session.id: session for session in (*self._sessions.values(), *held)}
-        memories = [session.memory.statistics() for session in sessions.values() if session.memory is not None]
-        ledger = self._stage.ledger
-        layout = self._stage.layout
+        memories = [session.memory for session in sessions.values() if session.memory is not None]
+        held_rows = [memory.statistics() for memory in memories]
+        reads = self._loop.reads.plus(memories)
+        stage = self._stage
         return Statistics(
             sessions=len(sessions),
             running=len(held),
             waiting=len(self._loop.waiting),
             steps=self._loop.steps,
-            mirrored_rows=sum(one.mirrored for one in memories),
-            hot_rows=sum(one.hot_rows for one in memories),
-            ring_rows=sum(one.ring_rows for one in memories),
-            hits=sum(one.hits for one in memories),
-            misses=sum(one.misses for one in memories),
-            host_bytes=ledger.payload("host"),
-            device_bytes=ledger.allocated("device"),
-            resident_bytes=sum(one.logical for one in memories) * (layout.block_bytes // 64),
+            mirrored_rows=sum(one.counts.mirrored for one in held_rows),
+            hot_rows=sum(max((cache.mapped for cache in one.hot), default=0) for one in held_rows),
+            ring_rows=sum(one.ring_rows for one in held_rows),
+            hits=reads.hits,
+            misses=reads.misses,
+            host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
+            device_bytes=stage.ledger.total("device").allocated_bytes,
+            resident_bytes=sum(one.counts.logical for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
         )
 
     async def drain(self, timeout_s: float) -> None:

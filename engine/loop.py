@@ -10,7 +10,7 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,36 @@ from engine.errors import ForebayError, NotAdmitted, SessionBroken
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.scheduler import Decision, decide
-from engine.session import Phase
+from engine.session import Phase, Session
 from engine.stage import Stage
+from kernels.layout import StateField
 from memory.errors import DoesNotFit
+from memory.session import SessionMemory
 from memory.table import StepTable
 from streams import Event
 
-__all__ = ["StepLoop"]
+__all__ = ["Reads", "StepLoop"]
 
 _log = structlog.get_logger("engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Where selected rows of decode steps were read from, summed over places, rows and selection groups."""
+
+    hits: int = 0
+    misses: int = 0
+    ring: int = 0
+
+    def plus(self, memories: Iterable[SessionMemory]) -> "Reads":
+        """These and what the sessions' own state has counted so far."""
+        hits, misses, ring = self.hits, self.misses, self.ring
+        for memory in memories:
+            state = memory.state.tolist()
+            hits += state[StateField.HITS]
+            misses += state[StateField.MISSES]
+            ring += state[StateField.RING_READS]
+        return Reads(hits, misses, ring)
 
 
 @dataclass(slots=True)
@@ -61,6 +82,7 @@ class StepLoop:
         self.appending: list[Request] = []
         self.decoding: list[Request] = []
         self.steps = 0
+        self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
         self._waiting_max = waiting_max
         self._buckets: dict[int, _Bucket] = {}
@@ -102,10 +124,15 @@ class StepLoop:
         """Close the memory of a request's session if it is temporary or broken."""
         session = request.session
         if (session.temporary or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
-            if session.memory is not None:
-                session.memory.close()
-                session.memory = None
+            self.drop_memory(session)
             session.move(Phase.CLOSED)
+
+    def drop_memory(self, session: Session) -> None:
+        """Close a session's memory, keeping what it counted."""
+        if session.memory is not None:
+            self.reads = self.reads.plus([session.memory])
+            session.memory.close()
+            session.memory = None
 
     # The loop.
 
@@ -121,14 +148,14 @@ class StepLoop:
                 self.waiting,
                 self.appending,
                 self.decoding,
-                session_idle=lambda request: request.session.idle,
+                session_idle=_startable,
                 may_step=self._may_step,
                 steps_taken=self.steps,
                 decode_batch_limit=self._limit,
             )
             for request in decision.admit:
                 # Two requests of one session may both have been offered.
-                if request.session.idle and not self._admit(request):
+                if _startable(request) and not self._admit(request):
                     break
             await self._turn(decision)
             await asyncio.sleep(0)  # readers get a turn even when every event was done already
@@ -148,22 +175,27 @@ class StepLoop:
             await self._unit.wait_done()
         elif self.decoding:
             await self._wait_room()
-        elif not (self.appending or self._offers()):
-            self._wake.clear()
-            if not any(request.aborted for request in self.waiting):
-                await self._wake.wait()
+        elif not self.appending:
+            await self._wait_work()
 
-    def _offers(self) -> bool:
-        """Whether a waiting request could start now."""
-        return any(request.session.idle for request in self.waiting)
+    async def _wait_work(self) -> None:
+        """Nothing runs: wait for a session's last operations, or for a caller."""
+        for request in self.waiting:
+            memory = request.session.memory
+            if request.session.idle and memory is not None and memory.operations.outstanding:
+                await memory.operations.settle()
+                return
+        self._wake.clear()
+        if not any(request.aborted or _startable(request) for request in self.waiting) and not (self._closing and not self.waiting):
+            await self._wake.wait()
 
     async def _wait_room(self) -> None:
         """Nobody may step before a copyback completes: wait for one, and end those whose copies failed."""
         await self.stage.streams.copyback.idle()
         for request in list(self.decoding):
             memory = request.session.memory
-            if memory is not None and memory.failure is not None:
-                self._break(request, SessionBroken(f"a copy to host memory failed: {memory.failure}"))
+            if memory is not None and memory.operations.broken is not None:
+                self._break(request, SessionBroken(f"a copy to host memory failed: {memory.operations.broken}"))
         stuck = [request for request in self.decoding if request.may_step and not self._may_step(request)]
         assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
 
@@ -187,6 +219,12 @@ class StepLoop:
     def _admit(self, request: Request) -> bool:
         """Take memory for a request and start its append; returns False if it must wait for memory."""
         session = request.session
+        if session.memory is not None and session.memory.operations.broken is not None:
+            self.waiting.remove(request)
+            session.move(Phase.BROKEN)
+            request.fail(SessionBroken(f"a copy to host memory failed: {session.memory.operations.broken}"))
+            self._ended(request)
+            return True
         tokens_max = len(session.tokens) + len(request.appended) + request.max_tokens
         try:
             if session.memory is None:
@@ -286,7 +324,7 @@ class StepLoop:
         for request in members:
             memory = request.session.memory
             assert memory is not None
-            stale |= memory.ensure_rows(memory.counts.logical + 1)
+            memory.ensure_rows(memory.counts.logical + 1, self.stage.streams.compute)
         if stale:
             self._rewrite(bucket, members)
         session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
@@ -296,6 +334,7 @@ class StepLoop:
         for request in members:
             assert request.session.memory is not None
             request.session.memory.advance(1)
+            request.session.memory.operations.hold(events.output)
             request.in_flight += 1
         self.steps += 1
         return _Flight(bucket, members, events)
@@ -372,6 +411,12 @@ class StepLoop:
         for bucket in self._buckets.values():
             if request in bucket.members:
                 bucket.members = ()  # the next step on it rewrites the table
+
+
+def _startable(request: Request) -> bool:
+    """Whether the request's session can take it now: nobody runs in it and nothing of it is in flight."""
+    memory = request.session.memory
+    return request.session.idle and (memory is None or memory.operations.outstanding == 0)
 
 
 def _not_finite(layer: int, layers: int) -> SessionBroken:

@@ -20,7 +20,7 @@ R = TypeVar("R")
 class Decision(Generic[R]):
     """What to do in one turn.
 
-    admit: offer these memory, in this order, up to the first that does not fit. decode: members of the next step. append: whose unit is next.
+    admit: offer these memory, in order, up to the first that does not fit. decode: members of the next step. append: whose unit is next.
     """
 
     admit: tuple[R, ...]

@@ -11,15 +11,18 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import NotAdmitted
 from engine.model.glm import Model
-from kernels.layout import BLOCK_ROWS, BlockLayout, TableLayout
+from kernels.layout import BlockLayout, TableLayout
 from memory.arena import Arena
 from memory.copyback import Copyback
 from memory.host import available_bytes
 from memory.ledger import Ledger
 from memory.placement import Offload, Placement, Resident
 from memory.pool import Pool
-from memory.row import key_layout, row_layout
+from memory.rounds import OffloadRounds, ResidentRounds, Rounds
+from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Stream
+
+_HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
 
 __all__ = ["Stage", "StageStreams", "open_stage"]
 
@@ -52,7 +55,9 @@ class Stage:
     pool: Pool
     ledger: Ledger
     placement: Placement
+    rounds: Rounds
     copyback: Copyback
+    append_rows: int  # rows of the longest append chunk
 
     @property
     def mtp_layer(self) -> int:
@@ -67,9 +72,7 @@ def open_stage(model: Model, config: EngineConfig, backend: Backend, *, name: st
     Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers.
     """
     facts = model.config
-    keys = config.index_key_format
-    if keys == "auto":
-        keys = "f32" if config.row_format == "f32" else "bf16"
+    keys = key_format(config.index_key_format, config.row_format)
     groups = model.groups
     main_groups = groups if model.mtp is None else groups[:-1]
     layout = BlockLayout(row_layout(config.row_format, facts.latent, facts.rope), key_layout(keys, facts.index_width), groups)
@@ -82,15 +85,19 @@ def open_stage(model: Model, config: EngineConfig, backend: Backend, *, name: st
     pool = Pool(torch.device("cpu"), None, ledger)
     streams = StageStreams.of(backend, name)
     copyback = Copyback(streams.copyback)
-    shared = {
-        "layout": layout, "arena": arena, "pool": pool, "hidden": facts.hidden,
-        "append_rows": config.append_chunk_rows, "context_max": context_max,
-    }  # fmt: skip
+    table_layout = TableLayout(len(groups))
+    placement: Placement
+    rounds: Rounds
     if config.placement == "offload":
-        hot_rows = max(config.hot_rows or 32_768, facts.top_k)
-        placement: Placement = Offload(hot_rows=min(hot_rows, -(-context_max // BLOCK_ROWS) * BLOCK_ROWS), **shared)
+        hot_rows = config.hot_rows or _HOT_ROWS
+        placement = Offload(
+            layout, arena, pool, hidden=facts.hidden, hot_rows=hot_rows, picks=facts.top_k, chunk_rows=config.append_chunk_rows
+        )
+        rounds = OffloadRounds(layout, table_layout)
     else:
-        placement = Resident(**shared)
+        placement = Resident(layout, arena, pool, hidden=facts.hidden)
+        rounds = ResidentRounds(layout, table_layout)
     return Stage(
-        model, model.first_layer, layout, TableLayout(len(groups)), main_groups, streams, arena, pool, ledger, placement, copyback
+        model=model, first_layer=model.first_layer, layout=layout, table_layout=table_layout, main_groups=main_groups, streams=streams,
+        arena=arena, pool=pool, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback, append_rows=config.append_chunk_rows,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memory.errors import ArenaFull
 
-__all__ = ["HostBuffer", "NoRegistration", "Registration"]
+__all__ = ["HostBuffer", "available_bytes", "NoRegistration", "Registration"]
 
 
 class Registration(Protocol):
@@ -73,3 +73,12 @@ class HostBuffer:
         self._registration.unregister(self.bytes.data_ptr())
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.address = 0
+
+
+def available_bytes() -> int:
+    """Bytes of RAM that can be taken without swapping, as the kernel estimates (MemAvailable)."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable line")

@@ -2,7 +2,8 @@
 
 Invariants:
 1. A place with ROWS 0 is inert: its rows read position 0, token 0, mirrored 0 and write nothing.
-2. `mirrored` is read once a step; all layers use that snapshot.
+2. `mirrored` is read once a step, rounded down to whole blocks: rows of a partly flushed block stay ring rows, because a later copy of
+   that block writes their bytes in RAM again. All layers use that snapshot.
 Source: design, sections 7 and 10.
 """
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.address import tensor_at
-from kernels.layout import HIDDEN_ROWS, STATE_FIELDS, StateField, TableField
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, STATE_FIELDS, StateField, TableField
 
 __all__ = ["advance", "load_hidden", "snapshot", "store_hidden"]
 
@@ -37,7 +38,7 @@ def snapshot(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor,
     for place, state in _live(table):
         logical_of[place] = state[StateField.LOGICAL]
         token_of[place] = state[StateField.TOKEN]
-        mirrored[place] = state[StateField.MIRRORED]
+        mirrored[place] = state[StateField.MIRRORED] // BLOCK_ROWS * BLOCK_ROWS
     positions.copy_(logical_of[place_of.long()])
     tokens.copy_(token_of[place_of.long()])
 

@@ -1,0 +1,126 @@
+"""How a step finds and reads selected rows, a class a placement, chosen once with it.
+
+Holds layouts only; everything that changes lies behind the step table. Called inside a step's work, on its streams.
+
+Invariants:
+1. Both placements hand the same packed bytes to attention, through the same gather.
+2. A resident round keeps nothing: no plan, no map, no miss.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from kernels.gather import fetch_misses, gather_round
+from kernels.layout import BlockLayout, TableLayout
+from kernels.locate import locate_resident
+from kernels.round import RoundPlan, clear_round, plan_round
+
+__all__ = ["OffloadRounds", "ResidentRounds", "Rounds"]
+
+
+class Rounds(Protocol):
+    """What a step asks of the placement. Shapes as in `kernels/round` and `kernels/gather`."""
+
+    prefetches: bool  # whether misses of shared layers are worth fetching early
+
+    def plan(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
+        """Fill `plan` from its selection."""
+        ...
+
+    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
+        """Bring the distinct misses of one local layer into scratch, uint8 [T * k, row_bytes]."""
+        ...
+
+    def gather(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Collect one local layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
+        ...
+
+    def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
+        """Unmap what the plan assigned: for a step that did not reach the group's last layer."""
+        ...
+
+
+class OffloadRounds:
+    """Hit from the hot cache, else ring or registered RAM."""
+
+    prefetches = True
+
+    def __init__(self, layout: BlockLayout, table_layout: TableLayout) -> None:
+        self._layout = layout
+        self._table_layout = table_layout
+
+    def plan(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
+        """See Rounds."""
+        plan_round(table, self._table_layout, self._layout, group, place_of, mirrored, plan)
+
+    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
+        """See Rounds."""
+        fetch_misses(plan, self._layout.row_offset(layer), self._layout.row.row_bytes, scratch)
+
+    def gather(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """See Rounds."""
+        offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
+        gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+
+    def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
+        """See Rounds."""
+        clear_round(table, self._table_layout, group, place_of, plan)
+
+
+class ResidentRounds:
+    """Rows are read where they lie on the device."""
+
+    prefetches = False
+
+    def __init__(self, layout: BlockLayout, table_layout: TableLayout) -> None:
+        self._layout = layout
+        self._table_layout = table_layout
+
+    def plan(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
+        """See Rounds."""
+        del group, mirrored
+        locate_resident(table, self._table_layout, self._layout, place_of, plan.selection, plan)
+
+    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
+        """See Rounds. Nothing is missed."""
+        del plan, layer, scratch
+
+    def gather(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """See Rounds."""
+        offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
+        gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+
+    def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
+        """See Rounds. Nothing was kept."""
+        del table, group, place_of, plan
