@@ -108,7 +108,7 @@ class Tokenizer:
         """What a token adds to the text: perhaps part of a character. Empty for ids without a token."""
         known = self._bytes_of.get(token_id)
         if known is None:
-            token = None if self._inner is None else self._inner.id_to_token(token_id)
+            token = None if self._inner is None or not 0 <= token_id < 2**32 else self._inner.id_to_token(token_id)
             known = self._bytes_of[token_id] = b"" if token is None else _bytes(token)
         return known
 

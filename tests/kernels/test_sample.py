@@ -37,7 +37,7 @@ def draw(
     )
 
 
-def draws(logits: list[float], row: list[float], rows: int = 3000, seed: int = 7) -> Tensor:
+def draws(logits: list[float], row: list[float], rows: int = 1200, seed: int = 7) -> Tensor:
     """Tokens of one distribution at many positions."""
     return draw(
         torch.tensor([logits]).expand(rows, -1), row, seeds=torch.full((rows,), seed), positions=torch.arange(rows, dtype=torch.int64)
@@ -138,7 +138,7 @@ def test_tokens_are_drawn_from_the_exact_distribution(row: list[float], expected
 
 def test_seeds_draw_from_the_distribution_too() -> None:
     """At one position, different seeds give independent draws."""
-    rows = 3000
+    rows = 1200
     tokens = draw(torch.tensor([logs(*CHANCES)]).expand(rows, -1), parameters(), seeds=torch.arange(rows) - rows // 2)
     assert chi_square(tokens, CHANCES) > 1e-4
 
@@ -329,7 +329,7 @@ def test_negative_penalties_favour_what_was_said() -> None:
 def test_penalties_come_before_temperature_and_filters() -> None:
     """A penalised token falls out of top-k, and the distribution is that of the penalised logits over the temperature."""
     counts = torch.tensor([1, 0, 0], dtype=torch.int32)
-    rows = 3000
+    rows = 1200
     logits = torch.tensor([[1.5, 1.0, 0.5]]).expand(rows, -1)
     positions = torch.arange(rows)
     tokens = draw(logits, parameters(temperature=2.0, top_k=2, presence=1.25), positions=positions, counts=counts)
