@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 _OPEN_PATHS = ("/health", "/ready")  # asked by machines that hold no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_CLIENT_LEFT = 499  # a status for the log only
+_CUT = 499  # a status for the log only: the client left, or the drain was over
 
 Route: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -137,7 +137,7 @@ async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
         record.status = response.status
         return response
     except (asyncio.CancelledError, ConnectionError):
-        record.status, record.finish_reason = _CLIENT_LEFT, "abort"
+        record.status, record.finish_reason = _CUT, "abort"
         raise
     finally:
         record.write(request.method, request.path, quiet=request.path in _OPEN_PATHS)
@@ -206,8 +206,8 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The stream's events: chunks, then usage if asked for, or an error; then the end."""
     offset, chunk = api.token_characters(first), first
-    yield _event(api.encode(dialect.chunk(head, first, True, 0, prompt_ids)))
     try:
+        yield _event(api.encode(dialect.chunk(head, first, True, 0, prompt_ids)))
         async for chunk in generation:
             record.saw(chunk)
             yield _event(api.encode(dialect.chunk(head, chunk, False, offset, ())))
@@ -347,6 +347,7 @@ async def serve(
                 await (while_ready(address, engine) if while_ready is not None else asyncio.Event().wait())
             async with signals.until_signal():
                 await service.drain()
+            await service.cut()
 
 
 def main(words: Sequence[str] | None = None) -> int:

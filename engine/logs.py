@@ -3,7 +3,8 @@
 Holds the chain. Does not know events; their names are `<noun>.<past verb>` and their keys carry units.
 
 1. Lines of the libraries underneath take the same shape, from WARNING up.
-2. Nothing is cached at first use, so that a test may capture any logger.
+2. No line shows a local variable of a traceback.
+3. Nothing is cached at first use, so that a test may capture any logger.
 """
 
 import logging
@@ -27,7 +28,8 @@ def configure(log_format: Literal["auto", "json", "console"], stream: TextIO | N
     ]
     last: list[structlog.typing.Processor]
     if console:
-        last = [structlog.dev.ConsoleRenderer(colors=target.isatty())]
+        # Plain tracebacks: the default draws local variables, and those hold prompts and keys.
+        last = [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(

@@ -1,13 +1,13 @@
 """What serving shares: the engine once it is open, whether it drains, how many requests run. Knows no HTTP.
 
 1. A request is admitted only while the engine is open, ready and not draining.
-2. A drain ends when nothing runs any more, or after its limits.
+2. A drain ends when nothing runs any more, or after its limits; what is left then is cut, never forgotten.
 """
 
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import structlog
 
@@ -39,7 +39,7 @@ class Service:
         self.engine: EngineFace | None = None
         self.created = int(time.time())
         self._draining = False
-        self._running = 0
+        self._running: list[asyncio.Task[object]] = []
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -57,24 +57,34 @@ class Service:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Counts a request that a drain waits for."""
-        self._running += 1
+        """The current task as a request that a drain waits for."""
+        task = asyncio.current_task()
+        assert task is not None, "requests run in tasks"
+        assert task not in self._running, "a task is one request at a time"
+        self._running.append(task)
         self._idle.clear()
         try:
             yield
         finally:
-            self._running -= 1
-            if self._running == 0:
+            self._running.remove(task)
+            if not self._running:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Admit nothing more and let what runs end; what does not in time is aborted by the engine."""
+        """Admit nothing more and let what runs end; the engine aborts what does not in time."""
         self._draining = True
-        log.info("drain.started", running=self._running)
+        log.info("drain.started", running=len(self._running))
         if self.engine is not None:
             await self.engine.drain(self.config.drain_timeout_s)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S):
                 await self._idle.wait()
-        except TimeoutError:
-            log.warning("drain.cut", running=self._running)
+
+    async def cut(self) -> None:
+        """Cancel every request that still runs and wait until each has let go of its generation."""
+        self._draining = True
+        if self._running:
+            log.warning("drain.cut", running=len(self._running))
+        for task in self._running:
+            task.cancel()
+        await self._idle.wait()

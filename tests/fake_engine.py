@@ -165,6 +165,7 @@ class FakeEngine:
     sessions: list[SessionId] = field(default_factory=list)
     closed_sessions: list[SessionId] = field(default_factory=list)
     drains: list[float] = field(default_factory=list)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
     may_drain: asyncio.Event | None = None  # a drain waits for it
 
     async def create_session(self) -> SessionId:
@@ -195,6 +196,7 @@ class FakeEngine:
 
     async def drain(self, timeout_s: float) -> None:
         self.drains.append(timeout_s)
+        self.draining.set()
         if self.may_drain is not None:
             await self.may_drain.wait()
 
@@ -205,6 +207,7 @@ class Opener:
     def __init__(self, engine: FakeEngine, *, gate: asyncio.Event | None = None, error: Exception | None = None) -> None:
         self.engine, self.gate, self.error = engine, gate, error
         self.opened: list[tuple[str | Path, EngineConfig | None]] = []
+        self.loading = asyncio.Event()
         self.closed = 0
 
     @asynccontextmanager
@@ -212,6 +215,7 @@ class Opener:
         self, model: str | Path = "fake", config: EngineConfig | None = None, *, progress: Progress | None = None
     ) -> AsyncIterator[FakeEngine]:
         self.opened.append((model, config))
+        self.loading.set()
         if progress is not None:
             progress(1, 2)
         if self.gate is not None:
