@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kernels.linear import linear
-from kernels.norm import rms_norm
-from kernels.rope import rope_frequencies, rope_table
 from torch import Tensor
 
 from engine.errors import BadModel
@@ -27,6 +24,9 @@ from engine.model.files import TensorFiles
 from engine.model.layer import LayerWeights
 from engine.model.mtp import MtpWeights
 from engine.model.weights import WeightReader
+from kernels.linear import linear
+from kernels.norm import rms_norm
+from kernels.rope import rope_frequencies, rope_table
 
 __all__ = ["Model", "load_model"]
 

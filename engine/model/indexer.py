@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from kernels.linear import linear
-from kernels.norm import layer_norm
-from kernels.rope import rotate
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.weights import WeightReader
+from kernels.linear import linear
+from kernels.norm import layer_norm
+from kernels.rope import rotate
 
 __all__ = ["IndexerWeights"]
 

@@ -12,7 +12,6 @@ Source: model.md, sections 2.1 and 2.2.
 from dataclasses import dataclass
 from typing import Self
 
-from kernels.norm import rms_norm
 from torch import Tensor
 
 from engine.model.config import ModelConfig
@@ -20,6 +19,7 @@ from engine.model.indexer import IndexerWeights
 from engine.model.mla import MlaWeights
 from engine.model.moe import DenseWeights, MoeWeights
 from engine.model.weights import WeightReader
+from kernels.norm import rms_norm
 
 __all__ = ["LayerWeights"]
 

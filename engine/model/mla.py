@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from kernels.linear import heads_linear, linear
-from kernels.norm import rms_norm
-from kernels.rope import rotate
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.weights import WeightReader
+from kernels.linear import heads_linear, linear
+from kernels.norm import rms_norm
+from kernels.rope import rotate
 
 __all__ = ["MlaWeights"]
 

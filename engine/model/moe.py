@@ -11,11 +11,11 @@ Source: model.md, sections 2.7 and 2.8.
 from dataclasses import dataclass
 from typing import Self
 
-from kernels.moe import experts, gated_mlp, route
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.weights import WeightReader
+from kernels.moe import experts, gated_mlp, route
 
 __all__ = ["DenseWeights", "MoeWeights"]
 

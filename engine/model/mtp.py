@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from kernels.linear import linear
-from kernels.norm import rms_norm
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.layer import LayerWeights
 from engine.model.weights import WeightReader
+from kernels.linear import linear
+from kernels.norm import rms_norm
 
 __all__ = ["MtpWeights"]
 

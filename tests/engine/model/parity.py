@@ -59,7 +59,7 @@ def configurations() -> list[Configuration]:
         Configuration("odd widths", 23, 100, tiny_config(**odd), shards=3),
         Configuration("ragged row groups", 4, 120, tiny_config(kv_lora_rank=100, index_topk=16), stored=torch.bfloat16),
         Configuration("small theta", 11, 90, tiny_config(
-            rope_parameters=None, rope_theta=1e4, mlp_layer_types=["dense", "dense", "sparse", "dense"], first_k_dense_replace=None), merged=True),
+            rope_parameters=None, rope_theta=1e4, mlp_layer_types=["dense", "dense", "sparse", "dense"]), merged=True),
         Configuration("block fp8", 21, 90, tiny_config(**odd), fp8=True, shards=2),
         Configuration("bf16 rows", 292, 64, tiny_config(**_SMALL), rows="bf16"),
         Configuration("q8g64 rows", 292, 80, tiny_config(**_SMALL), rows="q8g64"),
