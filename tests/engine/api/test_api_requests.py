@@ -38,7 +38,8 @@ def nested(depth: int) -> object:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b" ", b"{", b"nonsense", b'{"messages": [], "prompt": "a"} {}', b'{"messages":', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}',
+        b"", b" ", b"{", b"nonsense", b'{"messages": [], "prompt": "a"} {}', b'{"messages":', b"\xff\xfe", b'{"model": "\xff"}',
+        b'{"model": "\\ud800"}',
         b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"anything": -Infinity}', b'{"a": 01}', b"{'a': 1}", b'{"a": 1,}',
     ],
 )  # fmt: skip
