@@ -8,6 +8,7 @@ Parts
     queued.py   what backends share on the loop's side: limits, room, closing, counting, observing
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
+    seal.py     `sealed`: real time or real I/O inside a virtual run raises
     guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
@@ -40,13 +41,14 @@ from streams.errors import (
 )
 from streams.event import Event
 from streams.order import Cost, Fault, Order, SeededOrder
+from streams.seal import sealed
 from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
 from streams.virtual import VirtualBackend
 
 __all__ = [
     "Event",
     "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
-    "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault",
+    "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
     "Clock", "RealClock",
     "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",

@@ -100,8 +100,8 @@ class _Workers:
         """Start a worker; returns the queue it takes turns from."""
         turns: SimpleQueue[_Turn | None] = SimpleQueue()
         thread = threading.Thread(target=_work, args=(turns, self), name=f"stream-{name}", daemon=True)
-        self._threads.append((thread, turns))
         thread.start()
+        self._threads.append((thread, turns))
         return turns
 
     def append(self, operation: _CpuOperation[Any]) -> None:
@@ -140,14 +140,15 @@ class CpuStream(QueuedStream):
         self._turns: SimpleQueue[_Turn | None] | None = None
 
     def make(self, work: Callable[[], T], label: str, session: str, number: int) -> Operation[T]:
-        """See `QueuedStream.make`."""
+        """See `QueuedStream.make`. The first call starts the worker: if that fails, nothing was counted yet."""
+        if self._turns is None:
+            self._turns = self._workers.start(self.name)
         return _CpuOperation(self, work, label, session, number)
 
     def launch(self, operation: Operation[Any]) -> None:
         """See `QueuedStream.launch`."""
         assert isinstance(operation, _CpuOperation)
-        if self._turns is None:
-            self._turns = self._workers.start(self.name)
+        assert self._turns is not None
         self._turns.put(_Turn(operation))
 
 

@@ -120,7 +120,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         self.virtual_clock = VirtualClock()
         super().__init__(self.virtual_clock, observer)
         self.order: Order = SeededOrder(order) if isinstance(order, int) else order
-        self.virtual_clock.arm = self._arm
+        self.virtual_clock.arm = self._timer_made
         self._armed = False
         self._held: set[int] = set()
         self._outstanding: dict[int, _VirtualOperation[Any]] = {}
@@ -213,6 +213,10 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
                     head.guard = Guard(head.reads, head.writes)
 
     # what happens next
+
+    def _timer_made(self) -> None:
+        self.bind()  # a wait may be the first thing that ever happens here
+        self._arm()
 
     def _wake(self) -> None:
         self._start_ready()
