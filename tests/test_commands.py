@@ -10,11 +10,12 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import server
 from engine import logs
 from engine.commands import COMMANDS, WhileReady
-from engine.commands.display import bytes_text
+from engine.commands.display import Bar, bytes_text
 from engine.commands.line import run_line
 from engine.config import ServerConfig
 from engine.defaults import default_sampling
@@ -219,6 +220,21 @@ def test_python_without_assertions_is_refused() -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert "-O" in done.stderr
+
+
+def test_a_bar_on_a_terminal_draws_and_leaves() -> None:
+    """On a terminal a bar shows its counts, disappears when closed, and ignores what a late thread still reports."""
+    screen = io.StringIO()
+    with Bar("loading m", "model.loading", "tensors", Console(file=screen, force_terminal=True, width=100)) as bar:
+        bar.update(0, 0)
+        assert screen.getvalue() == ""
+        bar.update(3, 338)
+    drawn = screen.getvalue()
+    assert "loading m" in drawn
+    assert "3/338" in drawn
+    bar.update(338, 338)
+    bar.close()
+    assert screen.getvalue() == drawn
 
 
 @pytest.mark.parametrize(
