@@ -2,7 +2,7 @@
 
 Invariants:
 1. Every query row runs the same shapes, [heads, latent] by [k, latent], however few of its picks are used.
-2. Unused picks are zeroed in scratch and masked before the softmax: what memory holds there never reaches a result.
+2. Unused picks are masked before the softmax, and their latents zeroed (0 times NaN is NaN): what memory holds there never shows.
 3. Operands are copied to aligned scratch first, so where a row lies changes no bit.
 """
 
@@ -47,7 +47,6 @@ def _attend(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tens
         torch.index_select(rope, 0, readable[row], out=picked_rope)
         if used[row] < picks:
             picked_latent.masked_fill_(unused[row, :, None], 0.0)
-            picked_rope.masked_fill_(unused[row, :, None], 0.0)
         one_latent.copy_(query_latent[row])
         one_rope.copy_(query_rope[row])
         torch.mm(one_latent, picked_latent.t(), out=logits)
