@@ -225,7 +225,8 @@ class Holdings:
         assert not self.closed, f"session {self.session_id} is closed"
         assert not self.chunk_open, f"session {self.session_id} has an open chunk"
         assert 0 <= rows <= counts.logical, f"truncate {counts.logical} rows to {rows}"
-        if rows < counts.submitted and counts.mirrored < counts.submitted and self.operations.broken is None:
+        behind = counts.mirrored < counts.submitted and self.operations.broken is None
+        if (rows < counts.submitted and behind) or self.operations.frozen:
             raise CopybackInFlight(
                 f"session {self.session_id}: {counts.submitted} rows submitted, {counts.mirrored} mirrored, cut to {rows}"
             )
