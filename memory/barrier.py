@@ -15,7 +15,7 @@ import torch
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
 from memory.append import blocks_of
 from memory.copyback import Copyback
-from memory.errors import BarrierFailed
+from memory.errors import ArenaFull, BarrierFailed
 from memory.session import SessionMemory
 from streams import Event
 
@@ -32,8 +32,12 @@ async def barrier(session: SessionMemory, copyback: Copyback) -> int:
     """
     counts = session.counts
     assert counts.committed == counts.logical, f"{counts!r}: a step was not followed"
-    if session.operations.broken is None:
-        await _flush(session, copyback)
+    try:
+        if session.operations.broken is None:
+            await _flush(session, copyback)
+    except ArenaFull:
+        await session.operations.settle()  # the copies that had room: without this the session would stay frozen for no one
+        raise
     await session.operations.settle()
     broken = session.operations.broken
     if broken is not None:

@@ -228,7 +228,8 @@ class Holdings:
         behind = counts.mirrored < counts.submitted and self.operations.broken is None
         if (rows < counts.submitted and behind) or self.operations.frozen:
             raise CopybackInFlight(
-                f"session {self.session_id}: {counts.submitted} rows submitted, {counts.mirrored} mirrored, cut to {rows}"
+                f"session {self.session_id}: {counts.submitted} rows submitted, {counts.mirrored} mirrored, cut to {rows}, "
+                f"{self.operations.outstanding} operations in flight"
             )
 
     def close(self) -> None:
