@@ -70,6 +70,18 @@ def test_unused_picks_are_zero_wherever_they_stand() -> None:
     assert not bool(out.any())
 
 
+def test_the_selection_has_the_last_word() -> None:
+    """A pick that the selection does not name reads nothing and fills nothing, whatever stands in the plan's other fields."""
+    one = session()
+    step = Step([one], [0], [[3, 4]]).begin()
+    step.plan_group(0)
+    step.plan.selection[0, 0] = -1
+    out = step.gather(0, 0)
+    assert not bool(out[0, 0].any())
+    assert torch.equal(out[0, 1], one.truth[0, 4])
+    assert bool((one.hot[0].slots[0, 0] == POISON).all())
+
+
 def test_duplicates_of_one_miss_are_the_same_bytes() -> None:
     """A position that two rows and one row twice miss is read alike by all and fetched once."""
     one = session()

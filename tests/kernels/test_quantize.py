@@ -142,9 +142,12 @@ def test_subnormal_scales_keep_small_values() -> None:
 
 
 def test_values_below_the_smallest_scale_become_zero() -> None:
-    """A group whose scale rounds to zero is zero and finite: no division by zero."""
-    got = row_of([1e-6, -1e-7, 5e-45], GLM)
-    assert torch.equal(got, torch.zeros(512))
+    """A group whose scale rounds to zero is zero in every byte, and finite: no division by zero."""
+    small = [1e-6, -1e-7, 5e-45]
+    assert torch.equal(row_of(small, GLM), torch.zeros(512))
+    latent = torch.zeros(1, 512)
+    latent[0, :3] = torch.tensor(small)
+    assert not bool(pack_rows(latent, torch.zeros(1, 64), GLM).any())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 16, 64])
