@@ -103,8 +103,9 @@ class AppendRun:
                 )
                 yield attended[-1]
         done = chain.submit(streams.compute, lambda: self._finish(chunk, ids, last), label="append.finish")
-        yield chunk.finish(streams.compute, stage.copyback, done)
-        self._chunk = None
+        finished = chunk.finish(streams.compute, stage.copyback, done)
+        self._chunk = None  # it ends itself from here on, also when a copy fails: nothing is left to abandon
+        yield finished
 
     def _begin(self, chunk: AppendChunk, ids: Tensor) -> None:
         model = self._stage.model
