@@ -32,6 +32,8 @@ async def barrier(session: SessionMemory, copyback: Copyback) -> int:
     """
     counts = session.counts
     assert counts.committed == counts.logical, f"{counts!r}: a step was not followed"
+    # A step that was rolled back while in flight may still write beside the rows of the partial block.
+    await session.operations.settle()
     try:
         if session.operations.broken is None:
             await _flush(session, copyback)

@@ -5,6 +5,7 @@ position which bytes must be there. A row's bytes depend on its position, layer 
 rolled-back step never looks like the one that replaced it.
 """
 
+import random
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels.address import store_at, tensor_at
 from kernels.layout import BLOCK_ROWS, BlockLayout, KeyLayout, RowLayout, StateField, TableLayout
 from kernels.locate import locate_new
-from memory import Arena, Copyback, Ledger, Offload, Placement, Pool, Resident, SessionMemory
+from memory import Arena, Copyback, Ledger, Offload, Placement, Pool, Resident, SessionMemory, barrier
 from memory.append import AppendChunk
 from streams import Event, Stream
 
@@ -83,9 +84,20 @@ class Conversation:
             store(positions.tolist(), salts, *destinations)
             state[StateField.LOGICAL] += rows
 
-        event = self.stage.compute.submit(work, label="step", session=session.session_id)
+        written = [self._rows_written(position) for position in range(first, first + rows)]
+        event = self.stage.compute.submit(
+            work, label="step", session=session.session_id, writes=[view for views in written for view in views]
+        )
         session.operations.hold(event)
         return event
+
+    def _rows_written(self, position: int) -> list[Tensor]:
+        """The bytes that a step at `position` writes, for the stream to guard."""
+        session, row = self.session, position % BLOCK_ROWS
+        views = [part[row] for part in parts_of(session.device_block(position // BLOCK_ROWS))]
+        for layer in range(LAYOUT.key_layers):
+            views.append(session.pages.view(layer, position // 1024).view(1024, -1)[position % 1024])
+        return views
 
     async def decode(self, rows: int, each: int = 8) -> None:
         """Steps of `each` rows until `rows` rows were added, each followed and committed, with room waited for."""
@@ -109,8 +121,28 @@ class Conversation:
             store(positions, salts, chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
             self.check_addresses(chunk, [*self.salts[: chunk.first], *salts])
 
-        event = self.stage.compute.submit(work or write, label="chunk", session=self.session.session_id, after=[chunk.ready])
+        event = self.stage.compute.submit(
+            work or write, label="chunk", session=self.session.session_id, after=[chunk.ready], reads=self._read_by(chunk),
+            writes=self._written_by(chunk),
+        )  # fmt: skip
         return chunk, event, salts
+
+    def _read_by(self, chunk: AppendChunk) -> list[Tensor]:
+        """The blocks below the chunk's own, wherever they are: RAM, or the ring for those not mirrored yet."""
+        session = self.session
+        whole = session.counts.mirrored // BLOCK_ROWS
+        return [
+            session.device_block(block) if session.ring is None or block >= whole else session.mirror_block(block)
+            for block in range(chunk.first // BLOCK_ROWS)
+        ]
+
+    def _written_by(self, chunk: AppendChunk) -> list[Tensor]:
+        """The blocks the chunk writes."""
+        session, tail = self.session, chunk.first // BLOCK_ROWS
+        blocks = range(tail, -(-(chunk.first + chunk.rows) // BLOCK_ROWS))
+        if isinstance(self.stage.placement, Offload):
+            return [self.stage.placement.append_ring.block_view(block - tail) for block in blocks]
+        return [session.device_block(block) for block in blocks]
 
     def check_addresses(self, chunk: AppendChunk, salts: Sequence[int]) -> None:
         """Every row of history and chunk is where the chunk's block addresses say."""
@@ -209,3 +241,30 @@ def hold(stream: Stream) -> Callable[[], None]:
     gate = threading.Event()
     stream.submit(gate.wait, label="gate")
     return gate.set
+
+
+async def live(conversation: Conversation, stage: Stage, draw: random.Random) -> None:
+    """One random move of a session's life, of at most 600 rows."""
+    session: SessionMemory = conversation.session
+    move = draw.choice(["decode", "decode", "append", "rollback", "truncate", "barrier", "abandon"])
+    left = 600 - len(conversation.salts)
+    if move == "decode":
+        await conversation.decode(min(left, draw.choice([1, 5, 63, 64, 65])), each=draw.choice([1, 4, 16]) * 4)
+    elif move == "append" and left:
+        await conversation.append(min(left, draw.choice([1, 63, 64, 65, 130, 200])))
+    elif move == "rollback" and left > 8 and session.room(len(conversation.salts), 8):
+        kept = len(conversation.salts) + draw.randrange(4)
+        conversation.submit_step(4)
+        conversation.submit_step(4)
+        event = session.truncate(kept, stage.compute)
+        del conversation.salts[kept:]
+        session.commit(kept - session.counts.committed, stage.copyback, event)
+    elif move == "truncate":
+        await session.operations.settle()
+        await conversation.truncate(draw.randrange(len(conversation.salts) + 1))
+    elif move == "barrier":
+        assert await barrier(session, stage.copyback) == len(conversation.salts)
+        conversation.check()
+    elif move == "abandon" and left:
+        chunk, written, _ = conversation.submit_chunk(min(left, draw.randrange(1, 200)))
+        chunk.abandon([written])

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels.layout import HIDDEN_ROWS, STATE_FIELDS, GroupField, StateField, TableField
-from memory import RingOverrun, SessionMemory, barrier
+from memory import RingOverrun, barrier
 from memory.offload import OffloadSession
 from streams import CpuBackend, Full
-from tests.memory.memory_world import HIDDEN, LAYOUT, TABLE_LAYOUT, Conversation, Stage, hold
+from tests.memory.memory_world import HIDDEN, LAYOUT, TABLE_LAYOUT, Stage, hold, live
 
 both = pytest.mark.parametrize("resident", [False, True], ids=["offload", "resident"])
 
@@ -223,33 +223,6 @@ async def test_a_closed_session_gives_back_everything(backend: CpuBackend, resid
     assert stage.ledger.total("host").allocated_bytes == stage.ledger.total("device").allocated_bytes == 0
 
 
-async def _live(conversation: Conversation, stage: Stage, draw: random.Random) -> None:
-    """One random move of a session's life."""
-    session: SessionMemory = conversation.session
-    move = draw.choice(["decode", "decode", "append", "rollback", "truncate", "barrier", "abandon"])
-    left = 600 - len(conversation.salts)
-    if move == "decode":
-        await conversation.decode(min(left, draw.choice([1, 5, 63, 64, 65])), each=draw.choice([1, 4, 16]) * 4)
-    elif move == "append" and left:
-        await conversation.append(min(left, draw.choice([1, 63, 64, 65, 130, 200])))
-    elif move == "rollback" and left > 8 and session.room(len(conversation.salts), 8):
-        kept = len(conversation.salts) + draw.randrange(4)
-        conversation.submit_step(4)
-        conversation.submit_step(4)
-        event = session.truncate(kept, stage.compute)
-        del conversation.salts[kept:]
-        session.commit(kept - session.counts.committed, stage.copyback, event)
-    elif move == "truncate":
-        await session.operations.settle()
-        await conversation.truncate(draw.randrange(len(conversation.salts) + 1))
-    elif move == "barrier":
-        assert await barrier(session, stage.copyback) == len(conversation.salts)
-        conversation.check()
-    elif move == "abandon" and left:
-        chunk, written, _ = conversation.submit_chunk(min(left, draw.randrange(1, 200)))
-        chunk.abandon([written])
-
-
 @both
 @pytest.mark.parametrize("seed", range(4))
 async def test_two_random_lives_side_by_side(backend: CpuBackend, resident: bool, seed: int) -> None:
@@ -259,7 +232,7 @@ async def test_two_random_lives_side_by_side(backend: CpuBackend, resident: bool
     before = stage.snapshot()
     pair = [stage.converse(600, session_id=str(number)) for number in range(2)]
     for _ in range(20):
-        await _live(draw.choice(pair), stage, draw)
+        await live(draw.choice(pair), stage, draw)
     for conversation in pair:
         await conversation.session.operations.settle()
         conversation.check()
