@@ -9,6 +9,7 @@ Parts
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises
+    tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto
     guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
@@ -41,14 +42,18 @@ from streams.errors import (
 )
 from streams.event import Event
 from streams.order import Cost, Fault, Order, SeededOrder
+from streams.replay import ReplayOrder
 from streams.seal import sealed
 from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
+from streams.tape import Tape, TapeFile, TapeRecorder
+from streams.trace import chrome_trace
 from streams.virtual import VirtualBackend
 
 __all__ = [
     "Event",
     "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
+    "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace",
     "Clock", "RealClock",
     "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",

@@ -66,6 +66,10 @@ class Order(Protocol):
         """What `operation`, about to complete, fails with instead of running."""
         ...
 
+    def completed(self, operation: Operation[Any], error: BaseException | None) -> None:
+        """Told of each outcome just before it is published; may raise TapeMismatch."""
+        ...
+
     def duration_ns(self, operation: Operation[Any]) -> int:
         """How long it takes from start to completion, at least."""
         ...
@@ -116,6 +120,9 @@ class SeededOrder:
         """TransferFailed where a fault says so."""
         fault = self._struck.pop(operation.number, None)
         return TransferFailed(f"{operation.label} failed by order of a fault") if fault is not None and fault.kind == "fail" else None
+
+    def completed(self, operation: Operation[Any], error: BaseException | None) -> None:
+        """Any outcome will do."""
 
     def duration_ns(self, operation: Operation[Any]) -> int:
         """As the cost model says."""

@@ -63,7 +63,7 @@ class QueuedStream(ABC):
         self.name = name
         self.queue_max = queue_max
         self.in_flight = 0
-        self._backend = backend
+        self.backend = backend
         self._closed = False
         self._waits: list[Event[Any]] = []
         self._last: Event[Any] | None = None
@@ -90,7 +90,7 @@ class QueuedStream(ABC):
         payload_bytes: int = 0,
     ) -> Event[T]:
         """See `Stream.submit`."""
-        backend = self._backend
+        backend = self.backend
         backend.bind()
         if self._closed:
             raise Closed(f"{label} was submitted to stream {self.name}, which is closed")
@@ -112,9 +112,8 @@ class QueuedStream(ABC):
 
     def wait(self, event: Event[Any]) -> None:
         """See `Stream.wait`."""
-        self._backend.bind()
-        if not event.done():
-            self._waits.append(event)
+        self.backend.bind()
+        self._waits.append(event)  # done or not: whether it is must not show on a tape
 
     async def wait_room(self) -> None:
         """See `Stream.wait_room`."""

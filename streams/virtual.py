@@ -36,6 +36,7 @@ from streams.stream import Observer
 __all__ = ["VirtualBackend", "VirtualClock", "VirtualStream"]
 
 T = TypeVar("T")
+_PATIENCE_ROUNDS = 100  # rounds in a row that an order leaves to the host before the next timer fires
 
 
 class VirtualClock:
@@ -125,6 +126,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         self._held: set[int] = set()
         self._outstanding: dict[int, _VirtualOperation[Any]] = {}
         self._chosen: _VirtualOperation[Any] | None = None
+        self._passed = 0
         self._abandoned: TapeMismatch | None = None
 
     def open_stream(self, name: str, queue_max: int) -> VirtualStream:
@@ -254,7 +256,11 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
             assert chosen is None or isinstance(chosen, _VirtualOperation)
             self._chosen = chosen
         if self._chosen is None:
+            self._passed += 1
+            if self._passed > _PATIENCE_ROUNDS and due_ns is not None:
+                self.virtual_clock.fire()  # the order waits for the host, and the host for time
             return
+        self._passed = 0
         starts_ns = max(self._chosen.started_ns, 0)
         ends_ns = 0 if self._chosen.failed_before is not None else starts_ns + self.order.duration_ns(self._chosen)
         if due_ns is not None and due_ns <= ends_ns:
@@ -274,6 +280,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
                     value = operation.work()
             except BaseException as failure:  # the event carries it, as on a device
                 error = failure
+        self.order.completed(operation, error)
         self._publish(operation, value, error)
 
     def _before_work(self, operation: _VirtualOperation[Any]) -> BaseException | None:

@@ -1,0 +1,277 @@
+"""Tapes: what a backend did, as versioned JSON lines. Recording, reading, comparing.
+
+The first line is the header, each other line a record: `submit`, `complete`, `await` (a task begins to wait), `resume` (it goes on).
+Times are integer ns since the header's clock began (the first record). Replay is in `replay.py`, export in `trace.py`.
+
+Invariants:
+1. Records stand in the order in which the loop saw things happen; operations are named by their number, from 0 in submission order.
+2. A recorder holds at most `BATCH_RECORDS` records; a tape file holds at most `_BATCHES_MAX` batches in memory. When a disk cannot keep
+   up the tape ends there, with a log line, and the run goes on.
+3. A reader refuses what it does not know: another version, an unknown record, a cut line.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Full as QueueFull
+from queue import Queue
+from typing import Any
+
+import msgspec
+import structlog
+
+from streams.errors import TapeMismatch
+from streams.event import Event
+from streams.queued import Operation
+
+__all__ = [
+    "Awaited",
+    "Completed",
+    "Difference",
+    "Header",
+    "Record",
+    "Resumed",
+    "Submitted",
+    "Tape",
+    "TapeFile",
+    "TapeRecorder",
+    "submission_of",
+]
+
+TAPE_VERSION = 1
+BATCH_RECORDS = 512
+_BATCHES_MAX = 256
+_ELSEWHERE = -1  # stands for an event that this tape does not hold: another backend's
+_log = structlog.get_logger("streams")
+
+
+class Header(msgspec.Struct, frozen=True, tag="tape", tag_field="record", forbid_unknown_fields=True):
+    """First line: the version, and what was recorded, in the recorder's words."""
+
+    version: int = TAPE_VERSION
+    notes: dict[str, str] = {}
+
+
+class Submitted(msgspec.Struct, frozen=True, tag="submit", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
+    """An operation was submitted; `after` and `waits` name the operations it was ordered after."""
+
+    number: int
+    at_ns: int
+    stream: str
+    label: str
+    session: str = ""
+    after: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
+    payload_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"operation {self.number} ({self.label} on {self.stream})"
+
+
+class Completed(msgspec.Struct, frozen=True, tag="complete", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
+    """Its work ended; `started_ns` is -1 if it never ran. `error` is the exception's type, `message` its text."""
+
+    number: int
+    at_ns: int
+    started_ns: int = -1
+    error: str = ""
+    message: str = ""
+
+
+class Awaited(msgspec.Struct, frozen=True, tag="await", tag_field="record", forbid_unknown_fields=True):
+    """A task began to wait for it."""
+
+    number: int
+    at_ns: int
+
+
+class Resumed(msgspec.Struct, frozen=True, tag="resume", tag_field="record", forbid_unknown_fields=True):
+    """A task goes on with its outcome."""
+
+    number: int
+    at_ns: int
+
+
+Record = Submitted | Completed | Awaited | Resumed
+_encoder = msgspec.json.Encoder()
+_header_decoder = msgspec.json.Decoder(Header)
+_record_decoder = msgspec.json.Decoder(Record)
+
+
+class TapeRecorder:
+    """An observer that hands records, in batches, to a sink: `TapeFile.append`, or a list's `extend`."""
+
+    def __init__(self, sink: Callable[[list[Record]], None]) -> None:
+        self._sink = sink
+        self._pending: list[Record] = []
+        self._began_ns: int | None = None
+        self._started_ns = -1
+
+    def submitted(
+        self, event: Event[Any], after: Sequence[Event[Any]], waits: Sequence[Event[Any]], payload_bytes: int, at_ns: int
+    ) -> None:
+        """See `Observer.submitted`."""
+        if self._began_ns is None:
+            self._began_ns = at_ns
+        self._add(submission_of(event, after, waits, payload_bytes, at_ns - self._began_ns))
+
+    def started(self, event: Event[Any], at_ns: int) -> None:
+        """See `Observer.started`; goes into the completion's record, which follows at once."""
+        self._started_ns = at_ns
+
+    def completed(self, event: Event[Any], error: BaseException | None, at_ns: int) -> None:
+        """See `Observer.completed`."""
+        assert self._began_ns is not None, f"{event!r} completed before anything was submitted"
+        started_ns, self._started_ns = self._started_ns, -1
+        began_ns = self._began_ns
+        at_ns = max(at_ns - began_ns, 0)
+        started_ns = started_ns - began_ns if started_ns >= 0 else -1
+        if error is None:
+            self._add(Completed(event.number, at_ns, started_ns))
+        else:
+            self._add(Completed(event.number, at_ns, started_ns, type(error).__name__, str(error)))
+
+    def awaited(self, event: Event[Any], ended: bool, at_ns: int) -> None:
+        """See `Observer.awaited`."""
+        assert self._began_ns is not None
+        self._add((Resumed if ended else Awaited)(event.number, at_ns - self._began_ns))
+
+    def flush(self) -> None:
+        """Hand what is pending to the sink; call once the backend is closed."""
+        pending, self._pending = self._pending, []
+        if pending:
+            self._sink(pending)
+
+    def _add(self, record: Record) -> None:
+        self._pending.append(record)
+        if len(self._pending) >= BATCH_RECORDS:
+            self.flush()
+
+
+def submission_of(event: Event[Any], after: Sequence[Event[Any]], waits: Sequence[Event[Any]], payload_bytes: int, at_ns: int) -> Submitted:
+    """The record of a submission."""
+    return Submitted(
+        event.number, at_ns, event.stream, event.label, event.session,
+        tuple([_number(one, event) for one in after]), tuple([_number(one, event) for one in waits]), payload_bytes,
+    )  # fmt: skip
+
+
+def _number(one: Event[Any], of: Event[Any]) -> int:
+    mine = isinstance(one, Operation) and isinstance(of, Operation) and one.queue.backend is of.queue.backend
+    return one.number if mine else _ELSEWHERE
+
+
+class TapeFile:
+    """Writes a tape on a thread of its own; the loop only hands over batches."""
+
+    def __init__(self, path: Path, notes: dict[str, str] | None = None) -> None:
+        self._path = path
+        self._file = path.open("wb")
+        self._file.write(_encoder.encode(Header(notes=notes or {})) + b"\n")
+        self._batches: Queue[list[Record] | None] = Queue(_BATCHES_MAX)
+        self._cut = False
+        self._failure: OSError | None = None
+        self._thread = threading.Thread(target=self._write, name="tape", daemon=True)
+        self._thread.start()
+
+    def append(self, batch: list[Record]) -> None:
+        """Hand over a batch; never waits. A file that has fallen behind or failed takes no more."""
+        if self._cut:
+            return
+        try:
+            self._batches.put_nowait(batch)
+        except QueueFull:
+            self._cut = True
+            _log.warning("tape.cut", path=str(self._path), first_lost=batch[0].number)
+
+    def close(self) -> None:
+        """Write what was handed over and close the file. Raises: OSError: the disk refused."""
+        self._batches.put(None)
+        self._thread.join()
+        self._file.close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._file.write(_encoder.encode_lines(batch))
+                except OSError as failure:
+                    self._failure = failure
+                    self._cut = True
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two tapes part: the place among the records, and what each has there (None: it has ended)."""
+
+    place: int
+    left: Record | None
+    right: Record | None
+    name: str  # the operation, in words
+
+    def __str__(self) -> str:
+        return f"record {self.place}, {self.name}: {_words(self.left)} against {_words(self.right)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """A whole tape in memory."""
+
+    header: Header
+    records: tuple[Record, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "Tape":
+        """Read a tape file. Raises: TapeMismatch: not a tape, another version, or damaged; names the line."""
+        with path.open("rb") as lines:
+            return cls.parse(lines, str(path))
+
+    @classmethod
+    def parse(cls, lines: Iterable[bytes], name: str) -> "Tape":
+        """As `read`, from lines."""
+        records: list[Record] = []
+        header: Header | None = None
+        for place, line in enumerate(lines, 1):
+            try:
+                if header is None:
+                    header = _header_decoder.decode(line)
+                    if header.version != TAPE_VERSION:
+                        raise TapeMismatch(f"{name} is a tape of version {header.version}; this reads version {TAPE_VERSION}")
+                else:
+                    records.append(_record_decoder.decode(line))
+            except msgspec.DecodeError as error:
+                raise TapeMismatch(f"{name}, line {place}: not a record of a version {TAPE_VERSION} tape ({error})") from error
+        if header is None:
+            raise TapeMismatch(f"{name} is empty: not even a header")
+        return cls(header, tuple(records))
+
+    def encode(self) -> bytes:
+        """The tape as the bytes of its file."""
+        return _encoder.encode(self.header) + b"\n" + _encoder.encode_lines(self.records)
+
+    def diff(self, other: "Tape") -> Difference | None:
+        """The first record where the tapes part, times and notes aside; None if nowhere."""
+        names = {record.number: str(record) for tape in (other, self) for record in tape.records if isinstance(record, Submitted)}
+        for place in range(max(len(self.records), len(other.records))):
+            left = self.records[place] if place < len(self.records) else None
+            right = other.records[place] if place < len(other.records) else None
+            if _timeless(left) != _timeless(right):
+                number = next(record.number for record in (left, right) if record is not None)
+                return Difference(place, left, right, names.get(number, f"operation {number}"))
+        return None
+
+
+def _timeless(record: Record | None) -> tuple[object, ...] | None:
+    if record is None:
+        return None
+    times = ("at_ns", "started_ns")
+    return (type(record), *(getattr(record, field) for field in record.__struct_fields__ if field not in times))
+
+
+def _words(record: Record | None) -> str:
+    if record is None:
+        return "the end of the tape"
+    return _encoder.encode(record).decode()
