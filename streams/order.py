@@ -55,7 +55,7 @@ class Order(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Asked once a loop round while there is something to do: False leaves this round to the host."""
+        """Asked at the start of a loop round and after each completion in it: False leaves the rest of the round to the host."""
         ...
 
     def choose(self, runnable: Sequence[Operation[Any]]) -> Operation[Any] | None:

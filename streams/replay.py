@@ -1,8 +1,9 @@
 """An order read from a tape: a virtual run that completes operations as a recorded run did.
 
-Submissions are compared one by one: number, stream, label, session, `after`, payload. A completion is held until every submission that
-the tape has before it has been made, so the host sees at each point what it saw then. Failures on the tape that the device caused are
-repeated; the work's own failures must happen again by themselves.
+Submissions are compared one by one: number, stream, label, session, `after`, payload; sessions may have other names, one for one. A
+completion is held until every submission that the tape has before it has been made, and then published before the host does anything
+else, so that the host sees at each submission what it saw then. Failures on the tape that the device caused are repeated; the work's own
+failures must happen again by themselves.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ class ReplayOrder:
         self._place = 0
         self._made = 0
         self._stalled = 0
+        self._run_name: dict[str, str] = {"": ""}  # of a session on the tape
+        self._tape_name: dict[str, str] = {"": ""}  # of a session of the run
         if self._submissions and 0 not in self._submissions:
             raise TapeMismatch(f"the tape begins in the middle of a run, with operation {min(self._submissions)}; it cannot be replayed")
 
@@ -38,7 +41,11 @@ class ReplayOrder:
         taped = self._submissions.get(operation.number)
         if taped is None:
             raise TapeMismatch(f"the run submits {asked}, which is not on the tape")
-        for field in ("label", "stream", "session", "after", "payload_bytes"):
+        if self._run_name.setdefault(taped.session, asked.session) != asked.session or (
+            self._tape_name.setdefault(asked.session, taped.session) != taped.session
+        ):
+            raise TapeMismatch(f"the run submits {asked} for session {asked.session!r}; the tape has it for another, {taped.session!r}")
+        for field in ("label", "stream", "after", "payload_bytes"):
             has, wants = getattr(taped, field), getattr(asked, field)
             if has != wants:
                 raise TapeMismatch(f"the run submits {asked}; the tape has {taped} there: {field} {wants!r} against {has!r}")

@@ -253,22 +253,31 @@ class Tape:
         return _encoder.encode(self.header) + b"\n" + _encoder.encode_lines(self.records)
 
     def diff(self, other: "Tape") -> Difference | None:
-        """The first record where the tapes part, times and notes aside; None if nowhere."""
+        """The first record where the tapes part, times and notes aside; None if nowhere. Sessions may have other names, one for one."""
+        mine, theirs = _Anonymous(), _Anonymous()
         names = {record.number: str(record) for tape in (other, self) for record in tape.records if isinstance(record, Submitted)}
         for place in range(max(len(self.records), len(other.records))):
             left = self.records[place] if place < len(self.records) else None
             right = other.records[place] if place < len(other.records) else None
-            if _timeless(left) != _timeless(right):
+            if mine.essence(left) != theirs.essence(right):
                 number = next(record.number for record in (left, right) if record is not None)
                 return Difference(place, left, right, names.get(number, f"operation {number}"))
         return None
 
 
-def _timeless(record: Record | None) -> tuple[object, ...] | None:
-    if record is None:
-        return None
-    times = ("at_ns", "started_ns")
-    return (type(record), *(getattr(record, field) for field in record.__struct_fields__ if field not in times))
+class _Anonymous:
+    """Strips records of what differs between equal runs: times, and the names of sessions (numbered as they appear)."""
+
+    def __init__(self) -> None:
+        self._sessions = {"": 0}
+
+    def essence(self, record: Record | None) -> tuple[object, ...] | None:
+        if record is None:
+            return None
+        kept = [getattr(record, field) for field in record.__struct_fields__ if field not in ("at_ns", "started_ns", "session")]
+        if isinstance(record, Submitted):
+            kept.append(self._sessions.setdefault(record.session, len(self._sessions)))
+        return (type(record), *kept)
 
 
 def _words(record: Record | None) -> str:

@@ -5,9 +5,9 @@ appear at completion; failed and late operations. It cannot imitate: work of two
 completion), memory models, real durations. It runs the real engine, memory layer and reference kernels.
 
 Invariants:
-1. Everything happens on the loop's thread: a callback (`_pump`) is scheduled while something can happen, and completes at most one
-   operation a loop round. With nothing outstanding nothing is scheduled, so an idle loop stays idle. Works on any loop that runs ready
-   callbacks first in, first out: asyncio's own and uvloop.
+1. Everything happens on the loop's thread: a callback (`_pump`) is scheduled while something can happen, and completes as many operations
+   in a loop round as the order says, often none. With nothing outstanding nothing is scheduled, so an idle loop stays idle. Works on any
+   loop that runs ready callbacks first in, first out: asyncio's own and uvloop.
 2. An operation starts once everything it is ordered after is done. From its start to its completion its `writes` hold poison and its
    `reads` must not change; then what the writes held is put back and the work runs. One that a fault fails leaves poison behind.
 3. Two operations in flight that share bytes, one of them writing, must be ordered: otherwise the later `submit` raises `Unordered`.
@@ -234,23 +234,24 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         return [head for head in heads if head.ready and head.number not in self._held]
 
     def _pump(self) -> None:
-        """One round: complete one operation, fire one timer, or leave the round to the host."""
+        """One round: complete operations and fire timers until the order leaves the rest of it to the host."""
         self._armed = False
         try:
-            if self.order.ready():
-                self._step()
+            while self.order.ready() and self._step():
+                pass
         except TapeMismatch as mismatch:
             self.report(mismatch)
             self._abandon(mismatch)
         self._arm()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Complete one operation or fire one timer; returns whether there was one."""
         runnable = self._runnable()
         due_ns = self.virtual_clock.next_due_ns()
         if not runnable:
             if due_ns is not None:
                 self.virtual_clock.fire()
-            return
+            return due_ns is not None
         if self._chosen is None or self._chosen not in runnable:
             chosen = self.order.choose(runnable)
             assert chosen is None or isinstance(chosen, _VirtualOperation)
@@ -259,16 +260,17 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
             self._passed += 1
             if self._passed > _PATIENCE_ROUNDS and due_ns is not None:
                 self.virtual_clock.fire()  # the order waits for the host, and the host for time
-            return
+            return False
         self._passed = 0
         starts_ns = max(self._chosen.started_ns, 0)
         ends_ns = 0 if self._chosen.failed_before is not None else starts_ns + self.order.duration_ns(self._chosen)
         if due_ns is not None and due_ns <= ends_ns:
             self.virtual_clock.fire()
-            return
+            return True
         chosen_now, self._chosen = self._chosen, None
         self.virtual_clock.advance(ends_ns)
         self._complete(chosen_now)
+        return True
 
     def _complete(self, operation: _VirtualOperation[Any]) -> None:
         """Make the effects appear, then publish the outcome."""

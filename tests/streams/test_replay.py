@@ -236,6 +236,24 @@ async def test_edited_submission_fails_at_its_event(field: str, value: Any) -> N
     assert field in message
 
 
+async def test_sessions_may_have_other_names_but_not_mix() -> None:
+    """A run whose sessions are named otherwise replays; one that gives work to the other session does not."""
+
+    async def run(backend: Backend, sessions: str) -> None:
+        for session in sessions:
+            await backend.stream("a").submit(nothing, label="step", session=session)
+        await backend.close()
+
+    _, tape = await _taped(lambda observer: VirtualBackend(0, observer=observer), lambda backend: run(backend, "xyx"))
+    await run(VirtualBackend(ReplayOrder(tape)), "pqp")
+    for wrong in ("pqq", "ppp", "xyy"):
+        backend = VirtualBackend(ReplayOrder(tape))
+        with pytest.raises(TapeMismatch, match="session"):
+            await run(backend, wrong)
+        with pytest.raises(TapeMismatch):
+            await backend.close()
+
+
 async def test_missing_completion_is_named() -> None:
     """A tape with a completion cut out leaves the run waiting for it, and says which operation that is."""
     tape = await _tape_of_race()

@@ -175,9 +175,12 @@ async def test_damaged_tapes_are_refused(tmp_path: Path, text: bytes, says: str)
 
 
 async def test_diff_names_the_first_event_that_differs() -> None:
-    """Equal runs differ nowhere, whatever their times and notes; otherwise the first differing record is named with both sides."""
+    """Equal runs differ nowhere, whatever their times, notes and session names; otherwise the first record that differs is named."""
     tape = await _record(_virtual)
-    later = tuple(type(one)(**{**_fields(one), "at_ns": one.at_ns + 5}) for one in tape.records)
+    later = tuple(
+        type(one)(**{**_fields(one), "at_ns": one.at_ns + 5, **({"session": "renamed"} if getattr(one, "session", "") else {})})
+        for one in tape.records
+    )
     assert tape.diff(Tape(Header(notes={"other": "notes"}), later)) is None
     edited = [*tape.records]
     place = next(place for place, one in enumerate(edited) if isinstance(one, Completed) and one.number == 1)
