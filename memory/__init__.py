@@ -15,6 +15,7 @@ Parts, from the bytes up
     ring.py        a session's recent ring, a stage's append ring, the room rule
     hot.py         slots and slot maps of one session and selection group
     table.py       the step table
+    rounds.py      how a step finds and reads selected rows, a class a placement
     operations.py  what of a session is in flight, and whether a failed copy broke it
     copyback.py    block copies to RAM and what their completion raises
     append.py      a chunk's addresses and how it ends
