@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.address import values_at
 from kernels.layout import TableField
 
-__all__ = ["NoKernel", "live_rows", "only_cpu", "state_values"]
+__all__ = ["NoKernel", "live_rows", "on_cpu", "only_cpu", "state_values"]
 
 
 class NoKernel(Exception):
@@ -23,6 +23,16 @@ def only_cpu(operation: str, tensor: Tensor) -> None:
     """Raise NoKernel unless `tensor` is in host memory, where the torch reference runs."""
     if tensor.device.type != "cpu":
         raise NoKernel(f"{operation} has no kernel for device {tensor.device}; run with --device cpu")
+
+
+def on_cpu(operation: str, tensor: Tensor) -> bool:
+    """Which of an operation's two forms runs: True for its torch reference (host memory), False for its Triton kernel.
+
+    A "cuda" device is NVIDIA's or AMD's. Raises NoKernel for any other device.
+    """
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise NoKernel(f"{operation} has no kernel for device {tensor.device}; run with --device cpu")
+    return tensor.device.type == "cpu"
 
 
 def live_rows(table: Tensor, place_of: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,20 @@
+"""Every Triton kernel compiles offline for AMD's wave 32 and wave 64 and for NVIDIA's sm_90, within 64 KiB of shared memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.timeout(600)
+def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
+    """No kernel is unlisted, fails to compile at the model's shapes, or needs more shared memory than every target has."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
