@@ -1,0 +1,94 @@
+"""The real engine on the virtual backend: the same bits under any interleaving, and from a tape of real threads."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.errors import SessionBroken
+from streams import (
+    Backend,
+    CpuBackend,
+    Fault,
+    ReplayOrder,
+    SeededOrder,
+    Tape,
+    TapeRecorder,
+    VirtualBackend,
+    sealed,
+)
+from streams.tape import Header, Record
+from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.runs import Run, collect, small
+
+NAME = "shared"
+TOP_K = int(named(NAME).config["index_topk"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+def _ids(count: int, seed: int) -> list[int]:
+    vocabulary = int(named(NAME).config["vocab_size"])
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def _two_sessions(checkpoint: Path, backend: Backend, *, seal: bool = True) -> tuple[Run, Run]:
+    """One session of two turns, crossing a block, beside one whose chunks are appended while the first decodes."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+        with sealed() if seal else contextlib.nullcontext():
+            async with asyncio.TaskGroup() as group:
+                one = group.create_task(collect(engine, [(_ids(60, 1), 8), (_ids(3, 2), 2)]))
+                two = group.create_task(collect(engine, [(_ids(70, 3), 3)]))
+    await backend.close()
+    return one.result(), two.result()
+
+
+def _same(runs: tuple[Run, Run], others: tuple[Run, Run]) -> bool:
+    return all(mine.same_bits(other) for mine, other in zip(runs, others, strict=True))
+
+
+@pytest.mark.both_loops
+async def test_any_interleaving_gives_the_same_bits(checkpoint: Path) -> None:
+    """Under each seed, sealed from the world, tokens and logits are the same, no buffer is raced for, and the orders differ."""
+    runs, tapes = [], []
+    for seed in range(2):
+        records: list[Record] = []
+        recorder = TapeRecorder(records.extend)
+        runs.append(await _two_sessions(checkpoint, VirtualBackend(seed, observer=recorder)))
+        recorder.flush()
+        tapes.append(Tape(Header(), tuple(records)))
+    assert (len(runs[0][0].tokens), len(runs[0][1].tokens)) == (10, 3)
+    assert _same(runs[0], runs[1])
+    assert tapes[0].diff(tapes[1]) is not None
+
+
+async def test_tape_of_real_threads_replays_to_the_same_bits(checkpoint: Path) -> None:
+    """A recorded run on worker threads replays on the virtual backend to the same tokens and logits."""
+    records: list[Record] = []
+    recorder = TapeRecorder(records.extend)
+    threads = await _two_sessions(checkpoint, CpuBackend(recorder), seal=False)
+    recorder.flush()
+    assert _same(await _two_sessions(checkpoint, VirtualBackend(ReplayOrder(Tape(Header(), tuple(records))))), threads)
+
+
+@pytest.mark.parametrize("label", ["layer.1.attend", "group.0.plan"])
+async def test_failed_operation_breaks_its_step_only(checkpoint: Path, label: str) -> None:
+    """An operation of a decode step that fails ends the sessions of that step with SessionBroken; a later session gets its usual tokens."""
+    alone = VirtualBackend(0)
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=alone) as engine:
+        usual = await collect(engine, [(_ids(70, 3), 3)])
+    await alone.close()
+
+    backend = VirtualBackend(SeededOrder(1, faults=(Fault(label, nth=2),)))
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+        with pytest.raises(SessionBroken, match="failed"):
+            await collect(engine, [(_ids(60, 1), 8)])
+        again = await collect(engine, [(_ids(70, 3), 3)])
+    await backend.close()
+    assert again.same_bits(usual)
