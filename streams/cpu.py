@@ -8,7 +8,7 @@ Invariants:
 2. Outcomes go to the loop through one queue and at most one pending wake-up, in completion order: a finished operation enters the queue
    before anything that depends on it can start.
 3. A worker refers to its queue and the outcome queue, never to the backend: a forgotten backend is collected, and its finalizer (also run
-   at interpreter exit) stops the workers. Work then still queued is dropped, and its events never happen.
+   at interpreter exit) stops the workers. Work then still queued is dropped: nobody is left to hear of it.
 4. Each worker sets one torch thread and no gradients; the caller's thread is left as it was.
 """
 
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from streams.clock import RealClock
+from streams.errors import Closed
 from streams.event import Event, follow
 from streams.queued import Operation, QueuedBackend, QueuedStream
 from streams.stream import Observer
@@ -121,7 +122,7 @@ class _Workers:
         return finished
 
     def stop(self) -> None:
-        """End the threads after the operation each is in. Static in spirit: must not refer to the backend, which may be gone."""
+        """End the threads after the operation each is in; drop the rest. Refers to nothing of the backend, which may be gone."""
         self.stopped = True
         threads, self._threads = self._threads, []
         for _, turns in threads:
@@ -209,16 +210,16 @@ def _work(turns: "SimpleQueue[_Turn | None]", workers: _Workers) -> None:
     torch.set_grad_enabled(False)
     while True:
         turn = turns.get()
-        if turn is None or workers.stopped:
+        if turn is None:
             return
-        _take(turn)
+        _take(turn, workers)
         workers.append(turn.operation)
-        turn.operation.finish()
+        turn.operation.finish()  # also when stopped: another worker may be waiting for it
         del turn  # an idle worker holds no buffers
 
 
-def _take(turn: _Turn) -> None:
-    """Wait for the dependencies, run the work, keep the outcome in the operation."""
+def _take(turn: _Turn, workers: _Workers) -> None:
+    """Wait for the dependencies, run the work unless the workers were stopped, keep the outcome in the operation."""
     operation = turn.operation
     failure = turn.failure
     for event in turn.waits:
@@ -227,6 +228,8 @@ def _take(turn: _Turn) -> None:
         event.wait_finished()
         if event.outcome_error is not None and failure is None:
             failure = follow(event.outcome_error, failed=event.label, label=operation.label)
+    if failure is None and workers.stopped:
+        failure = Closed(f"{operation.label} was dropped: its backend was never closed and is gone")
     if failure is not None:
         operation.outcome_error = failure
         operation.ended_ns = time.perf_counter_ns()

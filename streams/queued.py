@@ -10,10 +10,10 @@ Invariants:
 """
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -178,7 +178,6 @@ class QueuedBackend(ABC, Generic[S]):
         self.clock = clock
         self.observer = observer
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
         self._streams: dict[str, S] = {}
         self._numbers = 0
         self._closed = False
@@ -231,11 +230,11 @@ class QueuedBackend(ABC, Generic[S]):
         )
 
     def bind(self) -> None:
-        """Tie the backend to the loop that first submits; assert that every later call comes from its thread."""
+        """Tie the backend to the loop that first submits; assert that every later call comes from code that this loop runs."""
         if self.loop is None:
             self.loop = asyncio.get_running_loop()
-            self._thread = threading.get_ident()
-        assert threading.get_ident() == self._thread, "streams belong to their loop's thread: submit and wait are called there only"
+        running = asyncio._get_running_loop()  # the public form raises where there is none, and costs twice as much
+        assert running is self.loop, "streams belong to one loop: submit and wait are called from what it runs, and nowhere else"
 
     def report(self, bug: BaseException) -> None:
         """Remember the first failure that belongs to no event, for `close` to raise."""
@@ -250,20 +249,31 @@ class QueuedBackend(ABC, Generic[S]):
         """Tell the observer of a submission, before it is launched."""
         observer = self.observer
         if observer is not None:
-            observer.submitted(operation, operation.after, operation.waits, operation.payload_bytes, self.clock.now_ns())
+            with self._observing():
+                observer.submitted(operation, operation.after, operation.waits, operation.payload_bytes, self.clock.now_ns())
             operation.awaited = self._awaited
 
     def _awaited(self, event: Event[Any], ended: bool) -> None:
         assert self.observer is not None
-        self.observer.awaited(event, ended, self.clock.now_ns())
+        with self._observing():
+            self.observer.awaited(event, ended, self.clock.now_ns())
+
+    @contextmanager
+    def _observing(self) -> Iterator[None]:
+        """An observer that raises must not change the run: `close` raises it."""
+        try:
+            yield
+        except Exception as bug:
+            self.report(bug)
 
     def settle(self, operation: Operation[T], value: T | None, error: BaseException | None) -> None:
         """Publish an outcome on the loop's thread: observe, count, release the buffers, then make the event done."""
         observer = self.observer
         if observer is not None:
-            if operation.started_ns >= 0:
-                observer.started(operation, operation.started_ns)
-            observer.completed(operation, error, operation.ended_ns)
+            with self._observing():
+                if operation.started_ns >= 0:
+                    observer.started(operation, operation.started_ns)
+                observer.completed(operation, error, operation.ended_ns)
         if isinstance(error, DependencyFailed):
             for event in operation.after:
                 event.error()  # whoever asks about this operation learns of the first failure

@@ -127,7 +127,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         self._outstanding: dict[int, _VirtualOperation[Any]] = {}
         self._chosen: _VirtualOperation[Any] | None = None
         self._passed = 0
-        self._abandoned: TapeMismatch | None = None
+        self._abandoned: Exception | None = None
 
     def open_stream(self, name: str, queue_max: int) -> VirtualStream:
         """See `QueuedBackend.open_stream`."""
@@ -159,7 +159,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         self._outstanding[operation.number] = operation
         if refused is not None:
             self._drop(operation, refused)
-            if isinstance(refused, TapeMismatch):
+            if not isinstance(refused, Unordered):
                 self._abandon(refused)
             raise refused
         for event in (*operation.after, *operation.waits):
@@ -169,7 +169,7 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
 
     # what is in flight together
 
-    def _refused(self, stream: VirtualStream, operation: _VirtualOperation[Any]) -> TapeMismatch | Unordered | None:
+    def _refused(self, stream: VirtualStream, operation: _VirtualOperation[Any]) -> Exception | None:
         """Why the submission is a bug of the program, if it is one."""
         if self._abandoned is not None:
             return self._abandoned
@@ -239,9 +239,9 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         try:
             while self.order.ready() and self._step():
                 pass
-        except TapeMismatch as mismatch:
-            self.report(mismatch)
-            self._abandon(mismatch)
+        except Exception as bug:  # the order's or our own; without an end of the run everybody would wait for ever
+            self.report(bug)
+            self._abandon(bug)
         self._arm()
 
     def _step(self) -> bool:
@@ -319,11 +319,11 @@ class VirtualBackend(QueuedBackend[VirtualStream]):
         self._publish(operation, None, error)
         operation.error()  # observed: it was raised from `submit`, or ends the whole run
 
-    def _abandon(self, mismatch: TapeMismatch) -> None:
-        """The run has left its tape: fail everything in flight, and every later submission."""
-        self._abandoned = mismatch
+    def _abandon(self, bug: Exception) -> None:
+        """The run has left its tape, or cannot go on: fail everything in flight, and every later submission."""
+        self._abandoned = bug
         while self._outstanding:
-            self._drop(next(iter(self._outstanding.values())), mismatch)
+            self._drop(next(iter(self._outstanding.values())), bug)
 
 
 def _conflict(one: _VirtualOperation[Any], two: _VirtualOperation[Any]) -> bool:

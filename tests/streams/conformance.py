@@ -454,6 +454,21 @@ class Conformance:
         ]  # fmt: skip
         assert log.times == sorted(log.times)
 
+    async def test_raising_observer_changes_nothing(self, arm: Arm) -> None:
+        """An observer that raises disturbs no submission, completion or wait; close raises its failure."""
+
+        class Broken(Log):
+            def submitted(self, *_: Any) -> None:
+                boom()
+
+            def completed(self, *_: Any) -> None:
+                boom()
+
+        backend = arm.backend(Broken())
+        assert [await backend.stream("a").submit(lambda: 3, label="three") for _ in range(2)] == [3, 3]
+        with pytest.raises(Boom):
+            await backend.close()
+
 
 async def _random_graph(arm: Arm, seed: int) -> None:
     """Three streams, cells that operations add into; every access is ordered by `after`, `wait` or the stream itself."""

@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from streams import Backend, CpuBackend, Event, Observer, Stream
+from streams import Backend, CpuBackend, Event, Observer, Stream, cpu
 from tests.streams.conformance import Conformance, boom, nothing
 
 
@@ -120,20 +121,45 @@ async def test_wake_ups_are_shared() -> None:
     await backend.close()
 
 
+async def test_outcomes_enter_the_queue_before_dependents_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker can see an operation finished that is not yet on its way to the loop: dependents cannot overtake it."""
+    finished: list[bool] = []
+    real = cpu._Workers.append
+    monkeypatch.setattr(cpu._Workers, "append", lambda self, one: (finished.append(one.finished), real(self, one)))
+    backend = CpuBackend()
+    await backend.stream("a").submit(nothing, label="one")
+    await backend.close()
+    assert finished == [False]
+
+
+def test_a_second_loop_is_refused() -> None:
+    """A backend that ran on one loop asserts when another one submits to it, instead of never waking anybody."""
+    backend = CpuBackend()
+
+    async def use() -> None:
+        await backend.stream("a").submit(nothing, label="use")
+
+    asyncio.run(use())
+    with pytest.raises(AssertionError, match="one loop"):
+        asyncio.run(use())
+
+
 def test_interpreter_exits_cleanly_without_close() -> None:
-    """A program that never closes its backend, with work in flight, exits with status 0 and nothing on stderr."""
+    """A program that never closes its backend exits with status 0, without a word, and without waiting for work still queued."""
     program = (
-        "import asyncio, torch\n"
+        "import asyncio, time, torch\n"
         "from streams import CpuBackend\n"
         "x = torch.ones(400, 400)\n"
         "backend = CpuBackend()\n"
         "async def main():\n"
-        "    for _ in range(200):\n"
-        "        backend.stream('a').submit(lambda: x @ x, label='product')\n"
-        "    backend.stream('b').wait(backend.stream('a').submit(lambda: x @ x, label='product'))\n"
-        "    backend.stream('b').submit(lambda: 1, label='never')\n"
+        "    for _ in range(3000):\n"
+        "        last = backend.stream('a').submit(lambda: x @ x, label='product')\n"
+        "    backend.stream('b').wait(last)\n"
+        "    backend.stream('b').submit(lambda: print('never'), label='never')\n"
         "asyncio.run(main())\n"
-        "print('end')\n"
+        "print(time.monotonic())\n"
     )
     run = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "end\n", "")
+    assert (run.returncode, run.stderr) == (0, "")
+    # A worker that waits for another's dropped work would be waited for until the limit.
+    assert time.monotonic() - float(run.stdout) < cpu._STOP_WAIT_S
