@@ -1,7 +1,7 @@
 """A round: decide, on the device, where every selected row of a step is read from and which hot slots it fills.
 
 One plan serves all layers of a selection group, for every session of the step in one call. `plan.py` holds its buffers,
-`reference.py` is the definition; `kernels/gather` then moves bytes by the plan, layer by layer.
+`reference.py` is the definition, `kernel.py` the same on a device; `kernels/gather` then moves bytes by the plan, layer by layer.
 
 Rules, for one session (design, section 6):
 1. A position at or past the mirrored snapshot is read from the ring; else from its hot slot (a hit); else from the history (a miss).
@@ -17,7 +17,7 @@ Choices: no reference bits, which were 30 times slower with a full cache. No hos
 from torch import Tensor
 
 from kernels.layout import BlockLayout, TableLayout
-from kernels.place import only_cpu
+from kernels.place import on_cpu
 from kernels.round import reference
 from kernels.round.plan import RoundPlan
 
@@ -29,8 +29,12 @@ def begin_round(table: Tensor) -> None:
 
     table  [places, fields]  int64  device  step table; the states behind it are changed
     """
-    only_cpu("begin_round", table)
-    reference.begin_round(table)
+    if on_cpu("begin_round", table):
+        reference.begin_round(table)
+    else:
+        from kernels.round import kernel
+
+        kernel.begin_round(table)
 
 
 def plan_round(
@@ -42,12 +46,16 @@ def plan_round(
     place_of  [T]               int32  device  place of each query row, in any order; padding rows name a free place or -1
     mirrored  [places]          int64  device  the step's snapshot of MIRRORED
     plan.selection is [T, k]; -1 may stand anywhere; positions of live rows lie below LOGICAL + ROWS.
-    Padding rows come out unused: slot, fill, miss -1, source 0.
+    Padding rows come out unused: slot, fill, miss -1, source 0. So does, on a device, a pick that the reference refuses by an assertion.
     """
     assert place_of.shape == (plan.rows,), f"{tuple(place_of.shape)} places for {plan.rows} rows"
     assert mirrored.shape == (table.shape[0],), f"mirrored {tuple(mirrored.shape)} for {table.shape[0]} places"
-    only_cpu("plan_round", table)
-    reference.plan_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
+    if on_cpu("plan_round", table):
+        reference.plan_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
+    else:
+        from kernels.round import kernel
+
+        kernel.plan_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
 
 
 def clear_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:
@@ -57,8 +65,12 @@ def clear_round(table: Tensor, table_layout: TableLayout, group: int, place_of: 
     place_of  [T]               int32  device  as the plan saw it
     """
     assert place_of.shape == (plan.rows,), f"{tuple(place_of.shape)} places for {plan.rows} rows"
-    only_cpu("clear_round", table)
-    reference.clear_round(table, table_layout, group, place_of, plan)
+    if on_cpu("clear_round", table):
+        reference.clear_round(table, table_layout, group, place_of, plan)
+    else:
+        from kernels.round import kernel
+
+        kernel.clear_round(table, table_layout, group, place_of, plan)
 
 
 def unmap_positions(slot_of: Tensor, position_of: Tensor, position: int) -> None:
@@ -67,8 +79,12 @@ def unmap_positions(slot_of: Tensor, position_of: Tensor, position: int) -> None
     slot_of      [positions]  int32  device  at least past the largest mapped position
     position_of  [slots]      int32  device
     """
-    only_cpu("unmap_positions", slot_of)
-    reference.unmap_positions(slot_of, position_of, position)
+    if on_cpu("unmap_positions", slot_of):
+        reference.unmap_positions(slot_of, position_of, position)
+    else:
+        from kernels.round import kernel
+
+        kernel.unmap_positions(slot_of, position_of, position)
 
 
 def unmap_from(table: Tensor, table_layout: TableLayout, place: int, position: int) -> None:
@@ -76,5 +92,9 @@ def unmap_from(table: Tensor, table_layout: TableLayout, place: int, position: i
 
     table  [places, fields]  int64  device  the maps behind it are changed
     """
-    only_cpu("unmap_from", table)
-    reference.unmap_from(table, table_layout, place, position)
+    if on_cpu("unmap_from", table):
+        reference.unmap_from(table, table_layout, place, position)
+    else:
+        from kernels.round import kernel
+
+        kernel.unmap_from(table, table_layout, place, position)

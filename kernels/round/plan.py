@@ -19,6 +19,7 @@ class RoundPlan:
     source       [T, k]    int64  address of the row in layer 0 of its block or ring; 0 for a hit and an unused pick
     misses       [1]       int64  distinct misses
     miss_source  [T * k]   int64  their sources, in row-major order of their leaders; 0 past `misses`
+    scratch      [1 + T + T * k]  int32  device kernels' own: leaders of each row and their list; counts are 0 between plans
     """
 
     selection: Tensor
@@ -28,6 +29,7 @@ class RoundPlan:
     source: Tensor
     misses: Tensor
     miss_source: Tensor
+    scratch: Tensor
 
     @classmethod
     def empty(cls, rows: int, picks: int, device: torch.device | str = "cpu") -> "RoundPlan":
@@ -44,6 +46,7 @@ class RoundPlan:
             source=torch.zeros((rows, picks), dtype=torch.int64, device=device),
             misses=torch.zeros(1, dtype=torch.int64, device=device),
             miss_source=torch.zeros(rows * picks, dtype=torch.int64, device=device),
+            scratch=torch.zeros(1 + rows + rows * picks, dtype=torch.int32, device=device),
         )
 
     @property
@@ -56,7 +59,7 @@ class RoundPlan:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Every tensor, for an operation's `reads` and `writes`."""
+        """Every tensor that a plan writes or a gather reads, for an operation's `reads` and `writes`; not the scratch."""
         return (self.selection, self.slot, self.fill, self.miss, self.source, self.misses, self.miss_source)
 
     def forget(self) -> None:
