@@ -25,7 +25,7 @@ from memory.counts import RowCounts
 from memory.operations import Operations
 from streams import Event, Stream
 
-__all__ = ["Copied", "Copyback", "copy_bytes", "first_cause", "write_state"]
+__all__ = ["Copied", "Copyback", "copy_bytes", "first_cause", "report_failure", "write_state"]
 
 _log = structlog.get_logger("memory")
 
@@ -54,6 +54,13 @@ def write_state(state: Tensor, field: int, value: int) -> None:
 def first_cause(error: BaseException) -> BaseException:
     """The failure behind a `DependencyFailed`, or the failure itself."""
     return error.__cause__ or error
+
+
+def report_failure(session: Copied, rows: int, error: BaseException) -> None:
+    """Break the session whose copy failed, and say so once for each count that will not be reached."""
+    cause = first_cause(error)
+    session.operations.break_with(cause)
+    _log.error("copyback.failed", session_id=session.session_id, rows=rows, error=f"{type(cause).__name__}: {cause}")
 
 
 class Copyback:
@@ -102,9 +109,7 @@ class Copyback:
             if error is None:
                 counts.complete(rows, epoch)
                 return
-            cause = first_cause(error)
-            operations.break_with(cause)
-            _log.error("copyback.failed", session_id=session.session_id, rows=rows, error=f"{type(cause).__name__}: {cause}")
+            report_failure(session, rows, error)
 
         raised.on_done(completed)
         operations.hold(raised)

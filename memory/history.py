@@ -147,6 +147,10 @@ class History:
         """uint8 [block_bytes]: the bytes of positions 64 * block to 64 * block + 63."""
         return self._store.place(self._allotment.ids[block]).bytes
 
+    def shared(self, block: int) -> bool:
+        """Whether others hold the block too; its bytes must then never change."""
+        return self._store.references(self._allotment.ids[block]) > 1
+
     def share(self, blocks: int) -> list[BlockId]:
         """The first `blocks` blocks with one more reference each, which the caller now holds."""
         return self._allotment.share(blocks)

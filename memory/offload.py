@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField, TableLayout
 from memory.append import Addresses, AppendChunk, Destinations, blocks_of
-from memory.copyback import Copyback, copy_bytes, first_cause, write_state
+from memory.copyback import Copyback, copy_bytes, first_cause, report_failure, write_state
 from memory.errors import RingOverrun
 from memory.hot import HotCache
 from memory.ring import AppendRing, Ring, room
@@ -162,7 +162,7 @@ class OffloadSession:
         if error is not None:
             self.holdings.drop_chunk(first)
             if after.error() is None:
-                self.operations.break_with(first_cause(error))
+                report_failure(self, end, error)
             return
         self.holdings.chunk_open = False
         counts = self.counts
@@ -179,6 +179,7 @@ class OffloadSession:
         whole = counts.mirrored // BLOCK_ROWS
         deep = rows < counts.mirrored
         load = rows % BLOCK_ROWS != 0 and block < whole  # the ring holds blocks from `whole` on only
+        assert not load or not self.history.shared(block), f"block {block} is shared: rows cannot be replaced in it"
         source = self.history.view(block) if load else None
         target = self._ring.block_view(block)
         hot = tuple(self.hot) if deep else ()

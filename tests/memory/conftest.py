@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from streams import CpuBackend
+from tests.memory.memory_world import release_all
 
 
 @pytest.fixture
@@ -12,4 +13,5 @@ async def backend() -> AsyncIterator[CpuBackend]:
     """A backend of this test's own."""
     made = CpuBackend()
     yield made
+    release_all()
     await made.close()

@@ -236,11 +236,21 @@ class Stage:
         assert self.ledger.total("device").payload_bytes == held.payload_bytes
 
 
+_gates: list[threading.Event] = []
+
+
 def hold(stream: Stream) -> Callable[[], None]:
-    """Hold a CPU stream: what is submitted from now on waits until the returned function is called."""
+    """Hold a CPU stream: what is submitted from now on waits until the returned function is called, or the test ends."""
     gate = threading.Event()
+    _gates.append(gate)
     stream.submit(gate.wait, label="gate")
     return gate.set
+
+
+def release_all() -> None:
+    """Let every held stream go on, so that a failing test ends instead of waiting for its own gate."""
+    while _gates:
+        _gates.pop().set()
 
 
 async def live(conversation: Conversation, stage: Stage, draw: random.Random) -> None:

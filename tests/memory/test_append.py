@@ -1,6 +1,7 @@
 """Chunks of an append: addresses, copies, counts, and every way to fail."""
 
 import pytest
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from kernels.layout import StateField
@@ -140,8 +141,9 @@ async def test_a_chunk_whose_copy_fails_breaks_the_session_only(backend: CpuBack
     monkeypatch.setattr(copyback_module, "copy_bytes", copy)
     monkeypatch.setattr("memory.offload.copy_bytes", copy)
     chunk, written, _ = one.submit_chunk(120)  # two whole blocks and a tail
-    with pytest.raises(DependencyFailed):
+    with capture_logs() as logs, pytest.raises(DependencyFailed):
         await chunk.finish(stage.compute, stage.copyback, written)
+    assert [(entry["event"], entry["session_id"], entry["rows"]) for entry in logs] == [("copyback.failed", "one", 220)]
     assert one.session.counts.snapshot() == before
     assert isinstance(one.session.operations.broken, OSError)
     await two.append(200)

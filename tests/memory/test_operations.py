@@ -11,12 +11,11 @@ from tests.memory.memory_world import hold
 pytestmark = pytest.mark.both_loops
 
 
-async def test_idle_callbacks_wait_for_everything() -> None:
+async def test_idle_callbacks_wait_for_everything(backend: CpuBackend) -> None:
     """A callback runs once, when the last of several events is done, and at once when nothing is held."""
     operations, told = Operations(), []
     operations.when_idle(lambda: told.append("at once"))
     assert told == ["at once"]
-    backend = CpuBackend()
     one, two = backend.stream("one"), backend.stream("two")
     release_one, release_two = hold(one), hold(two)
     first, second = one.submit(lambda: None, label="first"), two.submit(lambda: None, label="second")
@@ -30,12 +29,11 @@ async def test_idle_callbacks_wait_for_everything() -> None:
     release_one()
     await first
     assert told == ["at once", "idle"]
-    await backend.close()
 
 
-async def test_a_cancelled_wait_leaves_the_operations_held() -> None:
+async def test_a_cancelled_wait_leaves_the_operations_held(backend: CpuBackend) -> None:
     """Cancelling `settle` ends the wait only: the event stays outstanding and completes later."""
-    operations, backend = Operations(), CpuBackend()
+    operations = Operations()
     stream = backend.stream("one")
     release = hold(stream)
     event = stream.submit(lambda: 5, label="slow")
@@ -51,12 +49,11 @@ async def test_a_cancelled_wait_leaves_the_operations_held() -> None:
     await operations.settle()
     assert event.result() == 5
     assert operations.outstanding == 0
-    await backend.close()
 
 
-async def test_a_failure_settles_too_and_breaks_nothing_by_itself() -> None:
+async def test_a_failure_settles_too_and_breaks_nothing_by_itself(backend: CpuBackend) -> None:
     """`settle` returns when held work failed; only `break_with` breaks a session, and the first reason stays."""
-    operations, backend = Operations(), CpuBackend()
+    operations = Operations()
 
     def fail() -> None:
         raise RuntimeError("lost")
@@ -69,12 +66,11 @@ async def test_a_failure_settles_too_and_breaks_nothing_by_itself() -> None:
     operations.break_with(ValueError("first"))
     operations.break_with(ValueError("second"))
     assert str(operations.broken) == "first"
-    await backend.close()
 
 
-async def test_frozen_until_the_freezing_copy_is_done() -> None:
+async def test_frozen_until_the_freezing_copy_is_done(backend: CpuBackend) -> None:
     """Only a copy held as freezing freezes, however often it is held."""
-    operations, backend = Operations(), CpuBackend()
+    operations = Operations()
     stream = backend.stream("one")
     release = hold(stream)
     plain, freezing = stream.submit(lambda: None, label="plain"), stream.submit(lambda: None, label="freezing")
@@ -87,4 +83,3 @@ async def test_frozen_until_the_freezing_copy_is_done() -> None:
     release()
     await operations.settle()
     assert not operations.frozen
-    await backend.close()

@@ -107,9 +107,8 @@ def test_an_append_ring_holds_any_chunk(chunk_rows: int, blocks: int) -> None:
     assert buffers.statistics().buffers == 0
 
 
-async def test_one_chunk_at_a_time() -> None:
+async def test_one_chunk_at_a_time(backend: CpuBackend) -> None:
     """While a chunk is open another is refused by name, as is one too long; after its release the next may open."""
-    backend = CpuBackend()
     ring = AppendRing(LAYOUT, 100, pool())
     stream = backend.stream("compute")
     for rows in (0, 101):
@@ -124,12 +123,10 @@ async def test_one_chunk_at_a_time() -> None:
     ring.open("two", 1, stream)
     ring.release(())
     ring.close()
-    await backend.close()
 
 
-async def test_the_next_chunk_is_written_behind_the_last_copies() -> None:
+async def test_the_next_chunk_is_written_behind_the_last_copies(backend: CpuBackend) -> None:
     """Work submitted after `open` starts only when the operations of the released chunk are done, even if one of them failed."""
-    backend = CpuBackend()
     ring = AppendRing(LAYOUT, 64, pool())
     compute, copyback = backend.stream("compute"), backend.stream("copyback")
     release = hold(copyback)
@@ -150,4 +147,3 @@ async def test_the_next_chunk_is_written_behind_the_last_copies() -> None:
     assert seen == ["copied", "written"]
     assert isinstance(copy.error(), RuntimeError)
     ring.release(())
-    await backend.close()

@@ -157,6 +157,22 @@ async def test_truncation_unmaps_hot_slots(backend: CpuBackend) -> None:
     one.check()
 
 
+async def test_rows_of_a_shared_block_are_not_replaced(backend: CpuBackend) -> None:
+    """A cut into a block that another holder shares is a bug; at its edge it passes, and the shared bytes stay."""
+    stage = Stage(backend)
+    one = stage.converse()
+    await one.append(150)
+    shared = one.session.history.share(2)
+    with pytest.raises(AssertionError, match="block 1 is shared"):
+        one.session.truncate(100, stage.compute)
+    kept = stage.arena.place(shared[1]).bytes.clone()
+    await one.truncate(64)
+    await one.decode(100)
+    await one.session.operations.settle()
+    assert torch.equal(stage.arena.place(shared[1]).bytes, kept)
+    one.check()
+
+
 @both
 async def test_cut_blocks_are_freed_once_nothing_is_in_flight(backend: CpuBackend, resident: bool) -> None:
     """Blocks past a cut stay taken while the compute stream is held, and are free afterwards, still reserved for the session."""
