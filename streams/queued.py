@@ -12,8 +12,7 @@ Invariants:
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -249,20 +248,16 @@ class QueuedBackend(ABC, Generic[S]):
         """Tell the observer of a submission, before it is launched."""
         observer = self.observer
         if observer is not None:
-            with self._observing():
-                observer.submitted(operation, operation.after, operation.waits, operation.payload_bytes, self.clock.now_ns())
             operation.awaited = self._awaited
+            try:
+                observer.submitted(operation, operation.after, operation.waits, operation.payload_bytes, self.clock.now_ns())
+            except Exception as bug:  # an observer that raises must not change the run: here and below, `close` raises it
+                self.report(bug)
 
     def _awaited(self, event: Event[Any], ended: bool) -> None:
         assert self.observer is not None
-        with self._observing():
-            self.observer.awaited(event, ended, self.clock.now_ns())
-
-    @contextmanager
-    def _observing(self) -> Iterator[None]:
-        """An observer that raises must not change the run: `close` raises it."""
         try:
-            yield
+            self.observer.awaited(event, ended, self.clock.now_ns())
         except Exception as bug:
             self.report(bug)
 
@@ -270,10 +265,12 @@ class QueuedBackend(ABC, Generic[S]):
         """Publish an outcome on the loop's thread: observe, count, release the buffers, then make the event done."""
         observer = self.observer
         if observer is not None:
-            with self._observing():
+            try:
                 if operation.started_ns >= 0:
                     observer.started(operation, operation.started_ns)
                 observer.completed(operation, error, operation.ended_ns)
+            except Exception as bug:
+                self.report(bug)
         if isinstance(error, DependencyFailed):
             for event in operation.after:
                 event.error()  # whoever asks about this operation learns of the first failure
