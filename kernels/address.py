@@ -5,7 +5,7 @@ references only. Knows nothing of who owns the memory.
 
 Invariants:
 1. A view never outlives the buffer behind it by our doing: callers hold the buffer (an operation's `reads`/`writes`).
-2. Address 0 is never dereferenced: it means "nothing here" everywhere in the project.
+2. Address 0 is never dereferenced: it means "nothing here" everywhere in the project. Nor is a negative one: that is poison.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     Args: address: bytes, not 0. shape, dtype: of the view, contiguous.
     Returns: a CPU tensor over that memory.
     """
-    assert address != 0, "address 0 means nothing here"
+    assert address > 0, f"address {address} means nothing here"  # negative: poison
     elements = 1
     for extent in shape:
         elements *= extent
