@@ -7,6 +7,7 @@ Row-invariant: everything is a function of one value, its pair and its row's pos
 import torch
 from torch import Tensor
 
+from kernels.place import on_cpu
 from kernels.rope import reference
 
 __all__ = ["rope_frequencies", "rope_table", "rotate"]
@@ -23,7 +24,7 @@ def rope_frequencies(theta: float, width: int) -> Tensor:
 
 
 def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles.
+    """Cosine and sine of each position's angles: once a step, in torch on every device.
 
     positions    [rows]             int64
     frequencies  [width / 2]        float32  same device
@@ -41,4 +42,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     assert x.shape[-1] == 2 * cos.shape[-1], f"table of {cos.shape[-1]} pairs does not fit rows of {x.shape[-1]}"
     assert x.shape[0] == cos.shape[0], f"table of {cos.shape[0]} rows does not fit {x.shape[0]} rows"
-    return reference.rotate(x, cos, sin)
+    if on_cpu("rotate", x):
+        return reference.rotate(x, cos, sin)
+    from kernels.rope import kernel
+
+    return kernel.rotate(x, cos, sin)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = [GPUTarget("hip", "gfx1100", 32), GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 90, 32)]
 SHARED_BYTES_MAX = 64 * 1024
-TYPE = re.compile(r"^\*?([iu](1|8|16|32|64)|fp(16|32|64)|bf16)$")
+TYPE = re.compile(r"^\*?([iu](1|8|16|32|64)|fp(16|32|64|8e4nv)|bf16)$")
 OPTIONS = ("num_warps", "num_stages")
 
 
