@@ -1,6 +1,6 @@
 """Collect packed rows into compact buffers: by address, over a block table, or by a round's plan.
 
-Copies, bit for bit; nothing is unpacked here. `reference.py` is the definition.
+Copies, bit for bit; nothing is unpacked here. `reference.py` is the definition, `kernel.py` the same on a device.
 
 Choices:
 1. One gather a layer over all sessions and picks; per-row copies were 468 operations a token.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gather import reference
 from kernels.layout import BLOCK_ROWS, TableLayout
-from kernels.place import only_cpu
+from kernels.place import on_cpu
 from kernels.round.plan import RoundPlan
 
 __all__ = ["fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
@@ -32,22 +32,34 @@ def gather_rows(addresses: Tensor, row_bytes: int, out: Tensor) -> None:
     """
     _check_rows("out", out, row_bytes)
     assert out.shape[0] == addresses.shape[0], f"{addresses.shape[0]} addresses for {out.shape[0]} rows"
-    only_cpu("gather_rows", out)
-    reference.gather_rows(addresses, row_bytes, out)
+    if on_cpu("gather_rows", out):
+        reference.gather_rows(addresses, row_bytes, out)
+    else:
+        from kernels.gather import kernel
+
+        kernel.gather_rows(addresses, row_bytes, out)
 
 
-def gather_blocks(block_addresses: Tensor, offset_bytes: int, rows: int, row_bytes: int, out: Tensor) -> None:
+def gather_blocks(block_addresses: Tensor, offset_bytes: int, rows: int | Tensor, row_bytes: int, out: Tensor) -> None:
     """Copy rows 0 .. rows - 1 of one layer from the blocks that hold them.
 
     block_addresses  [blocks]             int64  device  not 0 in the ceil(rows / 64) that are read
     offset_bytes                          distance from a block's start to the layer (`BlockLayout.row_offset(layer)`)
+    rows                                  a count, or int64 [1] on the device: then one captured launch serves any count that fits
     out              [>= rows, row_bytes]  uint8  device  rows past `rows` are left alone
     """
     _check_rows("out", out, row_bytes)
-    assert rows <= out.shape[0], f"{rows} rows do not fit {out.shape[0]}"
-    assert rows <= block_addresses.shape[0] * BLOCK_ROWS, f"{rows} rows are more than {block_addresses.shape[0]} blocks hold"
-    only_cpu("gather_blocks", out)
-    reference.gather_blocks(block_addresses, offset_bytes, rows, row_bytes, out)
+    if on_cpu("gather_blocks", out):
+        rows = int(rows)
+    if isinstance(rows, int):
+        assert rows <= out.shape[0], f"{rows} rows do not fit {out.shape[0]}"
+        assert rows <= block_addresses.shape[0] * BLOCK_ROWS, f"{rows} rows are more than {block_addresses.shape[0]} blocks hold"
+    if on_cpu("gather_blocks", out):
+        reference.gather_blocks(block_addresses, offset_bytes, int(rows), row_bytes, out)
+    else:
+        from kernels.gather import kernel
+
+        kernel.gather_blocks(block_addresses, offset_bytes, rows, row_bytes, out)
 
 
 def fetch_misses(plan: RoundPlan, offset_bytes: int, row_bytes: int, scratch: Tensor) -> None:
@@ -57,8 +69,12 @@ def fetch_misses(plan: RoundPlan, offset_bytes: int, row_bytes: int, scratch: Te
     scratch  [misses_max, row_bytes]  uint8  device  rows 0 .. min(misses, misses_max) - 1 are written
     """
     _check_rows("scratch", scratch, row_bytes)
-    only_cpu("fetch_misses", scratch)
-    reference.fetch_misses(plan, offset_bytes, row_bytes, scratch)
+    if on_cpu("fetch_misses", scratch):
+        reference.fetch_misses(plan, offset_bytes, row_bytes, scratch)
+    else:
+        from kernels.gather import kernel
+
+        kernel.fetch_misses(plan, offset_bytes, row_bytes, scratch)
 
 
 def gather_round(
@@ -86,5 +102,9 @@ def gather_round(
     assert out.shape[:2] == plan.selection.shape, f"out {tuple(out.shape)} for a plan of {tuple(plan.selection.shape)}"
     if scratch is not None:
         _check_rows("scratch", scratch, row_bytes)
-    only_cpu("gather_round", out)
-    reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch)
+    if on_cpu("gather_round", out):
+        reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch)
+    else:
+        from kernels.gather import kernel
+
+        kernel.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch)

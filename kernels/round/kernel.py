@@ -85,9 +85,9 @@ def _look_up(
     round_now = tl.load(state + ROUND, mask=live, other=0).to(tl.int32)
     snapshot = tl.load(mirrored + tl.maximum(place, 0), mask=live, other=0)
 
-    used = inside & live & (position >= 0) & (position < end)
-    recent = used & (position >= snapshot) & (ring != 0)
-    old = used & (position < snapshot)
+    used = inside & live & (position >= 0)
+    old = used & (position < snapshot)  # snapshot <= end, so the maps are read without waiting for LOGICAL
+    recent = used & (position >= snapshot) & (position < end) & (ring != 0)
     entry = tl.load(slot_of + position, mask=old, other=0)
     hit = old & (entry >= 0)
     block = tl.load(blocks + position // B_ROWS, mask=old & (entry < 0), other=0)
@@ -98,8 +98,12 @@ def _look_up(
     before = tl.atomic_min(slot_of + position, ranked, mask=missing, sem="relaxed")
     first = missing & (before == -1)
     displaced = missing & (before < -1) & (before > ranked)
-    led = tl.sum((first | displaced).to(tl.int32), axis=0)
-    tl.atomic_add(scratch + 1 + row, led, mask=led > 0, sem="relaxed")
+    kinds = hit.to(tl.int64) + (missing.to(tl.int64) << 16) + (recent.to(tl.int64) << 32) + ((first | displaced).to(tl.int64) << 48)
+    counts = tl.sum(kinds, axis=0)  # four sums of at most BLOCK each in one reduction
+    tl.atomic_add(scratch + 1 + row, (counts >> 48).to(tl.int32), mask=live, sem="relaxed")
+    tl.atomic_add(state + HITS, counts & 65535, mask=live, sem="relaxed")
+    tl.atomic_add(state + MISSES, (counts >> 16) & 65535, mask=live, sem="relaxed")
+    tl.atomic_add(state + RING_READS, (counts >> 32) & 65535, mask=live, sem="relaxed")
     tl.atomic_add(scratch + 1 + (before - LEAST) // PICKS, -1, mask=displaced, sem="relaxed")
 
     start = tl.where(missing, block, ring + position // B_ROWS % R_BLOCKS * tl.full((), BLOCK_BYTES, tl.int64))
@@ -109,9 +113,6 @@ def _look_up(
     tl.store(fill + pick, tl.full((BLOCK,), -1, tl.int32), mask=inside)
     tl.store(miss + pick, tl.where(missing, MISSING, -1), mask=inside)
     tl.store(miss_source + pick, tl.zeros((BLOCK,), tl.int64), mask=inside)
-    tl.atomic_add(state + HITS, tl.sum(hit.to(tl.int64), axis=0), mask=live, sem="relaxed")
-    tl.atomic_add(state + MISSES, tl.sum(missing.to(tl.int64), axis=0), mask=live, sem="relaxed")
-    tl.atomic_add(state + RING_READS, tl.sum(recent.to(tl.int64), axis=0), mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -131,14 +132,15 @@ def _number_leaders(slot_of, selection, source, miss, miss_source, listed, mine,
             leader = tl.load(slot_of + position, mask=missing, other=0) - LEAST
             leads = missing & (leader == pick)
             follows = missing & (leader != pick)
+            kinds = leads.to(tl.int32) + (follows.to(tl.int32) << 16)
             order = tl.cumsum(leads.to(tl.int32), axis=0) - 1
             tl.store(miss + pick, tl.where(leads, number + order, -3 - leader), mask=missing)
             tl.store(miss_source + number + order, address, mask=leads)
             tl.store(listed + count + order, pick, mask=leads)
-            led = tl.sum(leads.to(tl.int32), axis=0)
-            number += led
-            count += led
-            duplicates += tl.sum(follows.to(tl.int32), axis=0)
+            counts = tl.sum(kinds, axis=0)  # two sums of at most BLOCK each in one reduction
+            number += counts & 65535
+            count += counts & 65535
+            duplicates += counts >> 16
         row = tl.min(tl.where(mine & (row_of > row), row_of, NO_ROW), axis=0)
     return count, duplicates
 
@@ -156,7 +158,8 @@ def _number_duplicates(miss, mine, row_of, PICKS: tl.constexpr, BLOCK: tl.conste
         row = tl.min(tl.where(mine & (row_of > row), row_of, NO_ROW), axis=0)
 
 
-@triton.jit
+# Without alignment hints a thread's elements are a warp apart in every tensor alike, and no layout is converted through shared memory.
+@triton.jit(do_not_specialize_on_alignment=["selection", "fill", "miss", "source", "miss_source", "scratch"])
 def _settle(
     table, place_of, selection, fill, miss, source, misses, miss_source, scratch, rows, first_field,
     FIELDS: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr, ROWS_PADDED: tl.constexpr,
@@ -176,6 +179,9 @@ def _settle(
     slots = tl.where(live, tl.load(maps + SLOTS_MAX), 0).to(tl.int32)
     round_now = tl.load(state + ROUND, mask=live, other=0).to(tl.int32)
     hand = tl.load(hand_at, mask=slots > 0, other=0)
+    step = tl.arange(0, BLOCK)  # the first window of the circle is on its way while leaders are numbered
+    slot = tl.where(hand + step >= slots, hand + step - slots, hand + step)
+    pinned_in = tl.load(pin_round + slot, mask=step < slots, other=round_now)
     tl.store(misses, tl.sum(leaders, axis=0).to(tl.int64), mask=place == 0)
 
     tl.debug_barrier()  # every thread has its counts
@@ -194,14 +200,12 @@ def _settle(
 
     taken = 0
     scanned = 0
-    last = -1
+    ended = hand
     while (taken < waiting) & (scanned < slots):
-        step = scanned + tl.arange(0, BLOCK)
-        slot = tl.where(hand + step >= slots, hand + step - slots, hand + step)
-        free = tl.load(pin_round + slot, mask=step < slots, other=round_now) != round_now
-        order = taken + tl.cumsum(free.to(tl.int32), axis=0) - 1
-        chosen = free & (order < waiting)
-        pick = tl.load(listed + order, mask=chosen, other=0)
+        free = pinned_in != round_now
+        order = tl.cumsum(free.to(tl.int32), axis=0)  # of a free slot in this window, from 1
+        chosen = free & (taken + order <= waiting)
+        pick = tl.load(listed + taken + order - 1, mask=chosen, other=0)
         position = tl.load(selection + pick, mask=chosen, other=0)
         held = tl.load(position_of + slot, mask=chosen, other=-1)
         tl.store(slot_of + held, tl.full((BLOCK,), -1, tl.int32), mask=held >= 0)
@@ -209,10 +213,15 @@ def _settle(
         tl.store(position_of + slot, position, mask=chosen)
         tl.store(pin_round + slot, round_now, mask=chosen)
         tl.store(fill + pick, slot, mask=chosen)
-        last = tl.maximum(last, tl.max(tl.where(chosen, step, -1), axis=0))
-        taken += tl.sum(chosen.to(tl.int32), axis=0)
+        # The last slot chosen has the largest step and the largest order: one reduction finds both.
+        newest = tl.max(tl.where(chosen, (step - scanned + 1) * 65536 + order, 0), axis=0)
+        ended = tl.where(newest > 0, hand + scanned + newest // 65536, ended)
+        taken += newest % 65536
         scanned += BLOCK
-    tl.store(hand_at, (hand + last + 1) % tl.maximum(slots, 1), mask=last >= 0)
+        step += BLOCK
+        slot = tl.where(hand + step >= slots, hand + step - slots, hand + step)
+        pinned_in = tl.load(pin_round + slot, mask=(step < slots) & (taken < waiting), other=round_now)
+    tl.store(hand_at, ended % tl.maximum(slots, 1), mask=taken > 0)
     while taken < waiting:  # read through, not kept: the election is undone
         order = taken + tl.arange(0, BLOCK)
         pick = tl.load(listed + order, mask=order < waiting, other=0)
@@ -265,7 +274,7 @@ def _unmap_place(fields, position, FIRST: tl.constexpr, STRIDE: tl.constexpr, BL
 
 
 PLACES_TILE = 128
-PICKS_TILE = 256  # picks a program of the first launch: 8 programs a row of 2,048
+PICKS_TILE = 128  # picks a program of the first launch, one a thread: 16 programs a row of 2,048
 SETTLE_TILE_MAX = 2048  # picks, and slots, a program of the second launch looks at together
 UNMAP_TILE = 1024
 UNMAP_PROGRAMS = 32  # a group; they share its slots, whose number only the device knows

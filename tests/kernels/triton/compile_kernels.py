@@ -1,8 +1,9 @@
 """Compile every Triton kernel under kernels/ for AMD and NVIDIA cards without one; run as a script, in a process of its own.
 
 A kernel module (`kernels/**/kernel*.py`) lists what it launches in COMPILE: pairs of a kernel and a dictionary of argument name to Triton
-type ("*i64", "i32", "fp32": pointers are 16-byte aligned) or constexpr value, at the model's true shapes; "num_warps" and "num_stages"
-are launch options. A kernel that is on no list and is called by no other kernel is a failure; so is one over 64 KiB of shared memory.
+type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options. Pointers are
+16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and is called by no other kernel is a failure;
+so is one over 64 KiB of shared memory.
 
 Prints a line a failure, then the number of compilations. Exit status 1 if anything failed.
 """
@@ -57,7 +58,7 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[ASTSource, dict[s
         value = given[name]
         if isinstance(value, str) and TYPE.match(value):
             signature[name] = value
-            if value.startswith("*"):
+            if value.startswith("*") and not kernel.params[index].do_not_specialize_on_alignment:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "constexpr"

@@ -1,0 +1,204 @@
+"""Gathers on a device: rows copied by address in 16-byte pieces, from VRAM and from registered host memory alike.
+
+A program moves a tile of rows: their addresses first, then every 16-byte piece of all of them before the first store, so that a read
+over the bus hides behind the others. A row of 656 bytes is 41 pieces on 64 lanes; the idle lanes cost issue slots, which a copy has.
+
+Invariants:
+1. No slot that a call fills is a source in it: victims are never slots pinned in the round, so fills need not wait for other programs.
+2. Rows are moved as 32-bit words, no byte of them is interpreted.
+3. A block that the reference asserts to be there and is not gives zero rows: nothing is read from address 0.
+
+Bytes of one layer's gather, 2,048 picks of 656 bytes: 1.28 MiB read, as much written: 0.63 us at 4.3 TB/s, less from L2; 1% misses are
+13 KiB over the bus. 16 sessions: 41 MiB, 10 us.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.layout import BLOCK_ROWS, GroupField, TableField, TableLayout
+from kernels.round.plan import RoundPlan
+
+__all__ = ["fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
+
+ROWS = tl.constexpr(TableField.ROWS)
+SLOTS = tl.constexpr(GroupField.SLOTS)
+SLOTS_MAX = tl.constexpr(GroupField.SLOTS_MAX)
+B_ROWS = tl.constexpr(BLOCK_ROWS)
+WORD = tl.constexpr(4)  # bytes
+INT32 = tl.constexpr(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _load_rows(address, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """int32 [rows, PADDED] from addresses int64 [rows], multiples of 16; zeros for address 0."""
+    word = tl.arange(0, PADDED)
+    start = tl.multiple_of(address.to(INT32), 16)
+    return tl.load(start[:, None] + word[None, :], mask=(address != 0)[:, None] & (word < WORDS)[None, :], other=0)
+
+
+@triton.jit
+def _store_rows(address, rows, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Store what `_load_rows` gave; nothing at address 0."""
+    word = tl.arange(0, PADDED)
+    start = tl.multiple_of(address.to(INT32), 16)
+    tl.store(start[:, None] + word[None, :], rows, mask=(address != 0)[:, None] & (word < WORDS)[None, :])
+
+
+@triton.jit
+def _gather_rows(addresses, out, rows, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    address = tl.load(addresses + row, mask=row < rows, other=0)
+    to = tl.where(row < rows, out.to(tl.int64) + row.to(tl.int64) * (WORDS * WORD), 0)
+    _store_rows(to, _load_rows(address, WORDS, PADDED), WORDS, PADDED)
+
+
+@triton.jit
+def _gather_blocks(block_addresses, offset_bytes, rows, count, out, COUNTED: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
+    block = tl.program_id(0)
+    word = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if COUNTED:
+        rows = tl.minimum(tl.load(count), rows).to(tl.int32)
+    wanted = word < tl.minimum(rows - block * B_ROWS, B_ROWS) * WORDS
+    address = tl.load(block_addresses + block, mask=rows > block * B_ROWS, other=0)
+    start = tl.multiple_of((address + offset_bytes).to(INT32), 16)
+    packed = tl.load(start + word, mask=wanted & (address != 0), other=0)
+    to = tl.multiple_of((out.to(tl.int64) + block.to(tl.int64) * (B_ROWS * WORDS * WORD)).to(INT32), 16)
+    tl.store(to + word, packed, mask=wanted)
+
+
+@triton.jit
+def _fetch_misses(misses, miss_source, offset_bytes, scratch, scratch_rows, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    fetched = tl.minimum(tl.load(misses), scratch_rows).to(tl.int32)
+    start = tl.program_id(0) * TILE
+    while start < fetched:
+        row = start + tl.arange(0, TILE)
+        source = tl.load(miss_source + row, mask=row < fetched, other=0)
+        to = tl.where(row < fetched, scratch.to(tl.int64) + row.to(tl.int64) * (WORDS * WORD), 0)
+        _store_rows(to, _load_rows(tl.where(source != 0, source + offset_bytes, 0), WORDS, PADDED), WORDS, PADDED)
+        start += tl.num_programs(0) * TILE
+
+
+@triton.jit
+def _gather_round(
+    selection, slot, fill, miss, source, table, place_of, scratch, out, picks_all, scratch_rows, first_field, layer_in_group, offset_bytes,
+    FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    pick = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = pick < picks_all
+    chosen = tl.load(selection + pick, mask=inside, other=-1) >= 0
+    from_slot = tl.load(slot + pick, mask=inside, other=-1)
+    to_slot = tl.load(fill + pick, mask=inside, other=-1)
+    address = tl.load(source + pick, mask=inside, other=0)
+    if PICKS % TILE == 0:  # a tile lies within one row: one place for all of it
+        place = tl.load(place_of + tl.program_id(0) // (PICKS // TILE)).to(tl.int64)
+    else:
+        place = tl.load(place_of + pick // PICKS, mask=inside, other=-1).to(tl.int64)
+    fields = table + tl.maximum(place, 0) * FIELDS
+    used = chosen & (place >= 0) & (tl.load(fields + ROWS) > 0)
+    hot = tl.load(fields + first_field + SLOTS)
+    hot += layer_in_group * tl.load(fields + first_field + SLOTS_MAX) * (WORDS * WORD)
+
+    address = tl.where(address != 0, address + offset_bytes, 0)
+    if PREFETCHED:
+        number = tl.load(miss + pick, mask=inside, other=-1)
+        brought = (number >= 0) & (number < scratch_rows)
+        address = tl.where(brought, scratch.to(tl.int64) + number.to(tl.int64) * (WORDS * WORD), address)
+    address = tl.where(from_slot >= 0, hot + from_slot.to(tl.int64) * (WORDS * WORD), address)
+    rows = _load_rows(tl.where(used, address, 0), WORDS, PADDED)
+    to = tl.where(inside, out.to(tl.int64) + pick.to(tl.int64) * (WORDS * WORD), 0)
+    _store_rows(to, rows, WORDS, PADDED)
+    kept = used & (to_slot >= 0)
+    _store_rows(tl.where(kept, hot + to_slot.to(tl.int64) * (WORDS * WORD), 0), rows, WORDS, PADDED)
+
+
+WORDS_TILE = 2048  # words a program holds: 4 pieces of 16 bytes a thread of 128
+FETCH_PROGRAMS_MAX = 1024  # most programs of a fetch find nothing: misses are few, their room is not
+
+
+def _row_tile(row_bytes: int) -> tuple[int, int, int]:
+    """Words of a row, the same padded to a power of two, rows a program moves."""
+    words = row_bytes // 4
+    padded = int(triton.next_power_of_2(words))
+    return words, padded, max(1, WORDS_TILE // padded)
+
+
+def _check_alignment(name: str, rows: Tensor) -> None:
+    assert rows.data_ptr() % 16 == 0, f"{name} does not begin at a multiple of 16"
+
+
+def gather_rows(addresses: Tensor, row_bytes: int, out: Tensor) -> None:
+    """See kernels/gather."""
+    rows = addresses.shape[0]
+    if rows == 0:
+        return
+    _check_alignment("out", out)
+    words, padded, tile = _row_tile(row_bytes)
+    _gather_rows[(triton.cdiv(rows, tile),)](addresses, out, rows, words, padded, tile)
+
+
+def gather_blocks(block_addresses: Tensor, offset_bytes: int, rows: int | Tensor, row_bytes: int, out: Tensor) -> None:
+    """See kernels/gather. The grid covers `out` when `rows` is a tensor, so that a captured launch serves any count."""
+    counted = isinstance(rows, Tensor)
+    most = min(out.shape[0], block_addresses.shape[0] * BLOCK_ROWS) if isinstance(rows, Tensor) else rows
+    if most == 0:
+        return
+    _check_alignment("out", out)
+    words = row_bytes // 4
+    grid = (triton.cdiv(most, BLOCK_ROWS), triton.cdiv(BLOCK_ROWS * words, WORDS_TILE))
+    _gather_blocks[grid](block_addresses, offset_bytes, most, rows if counted else block_addresses, out, counted, words, WORDS_TILE)
+
+
+def fetch_misses(plan: RoundPlan, offset_bytes: int, row_bytes: int, scratch: Tensor) -> None:
+    """See kernels/gather."""
+    rows = scratch.shape[0]
+    if rows == 0:
+        return
+    _check_alignment("scratch", scratch)
+    words, padded, tile = _row_tile(row_bytes)
+    programs = min(triton.cdiv(rows, tile), FETCH_PROGRAMS_MAX)
+    _fetch_misses[(programs,)](plan.misses, plan.miss_source, offset_bytes, scratch, rows, words, padded, tile)
+
+
+def gather_round(
+    plan: RoundPlan,
+    table: Tensor,
+    table_layout: TableLayout,
+    place_of: Tensor,
+    group: int,
+    layer_in_group: int,
+    offset_bytes: int,
+    row_bytes: int,
+    out: Tensor,
+    scratch: Tensor | None,
+) -> None:
+    """See kernels/gather. One launch; capturable."""
+    picks_all = plan.rows * plan.picks
+    if picks_all == 0:
+        return
+    _check_alignment("out", out)
+    brought = scratch if scratch is not None and scratch.shape[0] > 0 else None
+    if brought is not None:
+        _check_alignment("scratch", brought)
+    words, padded, tile = _row_tile(row_bytes)
+    _gather_round[(triton.cdiv(picks_all, tile),)](
+        plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of, out if brought is None else brought, out,
+        picks_all, 0 if brought is None else brought.shape[0], table_layout.group(group, 0), layer_in_group, offset_bytes,
+        table.shape[1], plan.picks, brought is not None, words, padded, tile,
+    )  # fmt: skip
+
+
+_ROW = {"WORDS": 164, "PADDED": 256, "TILE": 8}
+_PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32") | {"source": "*i64", "table": "*i64"}
+_HOST = dict.fromkeys(("picks_all", "scratch_rows", "first_field", "layer_in_group", "offset_bytes"), "i32")
+_ROUND = {**_PICKS, **_HOST, **_ROW, "scratch": "*u8", "out": "*u8", "FIELDS": TableLayout(22).fields, "PICKS": 2048}
+_SPAN = {"block_addresses": "*i64", "offset_bytes": "i32", "rows": "i32", "count": "*i64", "out": "*u8", "WORDS": 164, "TILE": WORDS_TILE}
+_FETCH = {"misses": "*i64", "miss_source": "*i64", "offset_bytes": "i32", "scratch": "*u8", "scratch_rows": "i32", **_ROW}
+COMPILE = [
+    (_gather_rows, {"addresses": "*i64", "out": "*u8", "rows": "i32", **_ROW}),
+    (_gather_blocks, {**_SPAN, "COUNTED": False}),
+    (_gather_blocks, {**_SPAN, "COUNTED": True}),
+    (_fetch_misses, _FETCH),
+    (_gather_round, {**_ROUND, "PREFETCHED": False}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True}),
+]
