@@ -42,6 +42,10 @@ class EngineConfig:
                 raise BadSetting(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.draft_depth != 0:
             raise BadSetting("draft_depth must be 0: drafting is not built yet; MTP rows are kept all the same")
+        if self.load_format == "random":
+            raise BadSetting("load_format random is not built yet: it needs the benchmark model; use auto")
+        if self.mirror_replicas == 2:
+            raise BadSetting("mirror_replicas 2 needs a peer device, which is not built yet; use 1")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32"), "load_format": ("auto", "random"),

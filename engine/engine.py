@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -108,7 +109,7 @@ class Engine:
         context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
         stage = open_stage(weights, config, streams, context_max=context_max)
         engine = cls(
-            config, stage, name=directory.absolute().name, tokenizer=Tokenizer.load(directory),
+            config, stage, name=_name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
             sampling=default_sampling(directory),
         )  # fmt: skip
@@ -154,7 +155,7 @@ class Engine:
 
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
-        template_arguments: Mapping[str, object] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> Generation:  # fmt: skip
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
@@ -222,7 +223,7 @@ class Engine:
         return session
 
     async def _start(
-        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, object]
+        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, Any]
     ) -> Request:
         """Check, tokenise and queue one request."""
         session = self._new_session(temporary=True) if session_id is None else self._session(session_id)
@@ -249,7 +250,7 @@ class Engine:
         self._loop.enqueue(request)
         return request
 
-    async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool) -> list[int]:
+    async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, Any], *, continues: bool) -> list[int]:
         """Token ids of a prompt in any of its forms. `continues`: the session has tokens already."""
         if isinstance(prompt, str):
             return await self.tokenizer.encode_async(prompt)
@@ -261,8 +262,15 @@ class Engine:
         text = self.template.render(messages, **template_arguments)
         if continues:
             # What the template puts before the first turn is in the session already.
-            text = text.removeprefix(self.template.render([], add_generation_prompt=False))
+            text = text.removeprefix(self._lead())
         return await self.tokenizer.encode_async(text)
+
+    def _lead(self) -> str:
+        """What the template writes before any turn; "" if it refuses to render none."""
+        try:
+            return self.template.render([], add_generation_prompt=False)
+        except BadRequest:
+            return ""
 
     def _checked(self, ids: Sequence[int]) -> list[int]:
         vocabulary = self._stage.model.config.vocabulary
@@ -270,3 +278,8 @@ class Engine:
             if not 0 <= token < vocabulary:
                 raise BadRequest(f"token id {token} is outside the vocabulary of {vocabulary}", field="prompt")
         return list(ids)
+
+
+def _name_of(directory: Path) -> str:
+    """The directory's own name, as the model's; also for "." and the like."""
+    return directory.absolute().resolve().name

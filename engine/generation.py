@@ -72,7 +72,9 @@ class Generation:
 
     async def complete(self) -> Completion:
         """Read it to the end."""
-        text, tokens, logprobs = [], [], []
+        text: list[str] = []
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
         last: Chunk | None = None
         async for last in self:
             text.append(last.text)

@@ -10,48 +10,26 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
-from engine.append import AppendRun
+from engine.append import AppendOutput
+from engine.append_queue import AppendQueue
 from engine.decode import DecodeStep, StepEvents
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
+from engine.reads import Reads
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
-from kernels.layout import StateField
 from memory.errors import DoesNotFit
-from memory.session import SessionMemory
 from memory.table import StepTable
-from streams import Event
 
-__all__ = ["Reads", "StepLoop"]
+__all__ = ["StepLoop"]
 
 _log = structlog.get_logger("engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """Where selected rows of decode steps were read from, summed over places, rows and selection groups."""
-
-    hits: int = 0
-    misses: int = 0
-    ring: int = 0
-
-    def plus(self, memories: Iterable[SessionMemory]) -> "Reads":
-        """These and what the sessions' own state has counted so far."""
-        hits, misses, ring = self.hits, self.misses, self.ring
-        for memory in memories:
-            state = memory.state.tolist()
-            hits += state[StateField.HITS]
-            misses += state[StateField.MISSES]
-            ring += state[StateField.RING_READS]
-        return Reads(hits, misses, ring)
 
 
 @dataclass(slots=True)
@@ -79,20 +57,23 @@ class StepLoop:
     def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int) -> None:
         self.stage = stage
         self.waiting: list[Request] = []
-        self.appending: list[Request] = []
         self.decoding: list[Request] = []
         self.steps = 0
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
         self._waiting_max = waiting_max
         self._buckets: dict[int, _Bucket] = {}
-        self._units: dict[str, Iterator[Event[Any]]] = {}
-        self._unit: Event[Any] | None = None
+        self._appends = AppendQueue(stage)
         self._flight: _Flight | None = None
         self._wake = asyncio.Event()
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def appending(self) -> list[Request]:
+        """Requests whose prompt is being read, oldest first."""
+        return self._appends.requests
 
     # What callers do.
 
@@ -165,14 +146,13 @@ class StepLoop:
         previous, self._flight = self._flight, None
         if decision.decode:
             self._flight = self._submit_step(decision.decode, previous)
-        if self.appending and (self._unit is None or self._unit.done()):
-            self._next_unit(self.appending[0])
+        self._append_turn()
         if previous is not None:
             await self._follow(previous)
         elif self._flight is not None:
             return
-        elif self._unit is not None:
-            await self._unit.wait_done()
+        elif self._appends.unit is not None:
+            await self._appends.unit.wait_done()
         elif self.decoding:
             await self._wait_room()
         elif not self.appending:
@@ -205,14 +185,12 @@ class StepLoop:
             self.waiting.remove(request)
             request.end("abort")
             self._ended(request)
-        for request in [one for one in self.appending if one.aborted and self._unit_free(one)]:
+        for request in [one for one in self.appending if one.aborted and self._appends.may_stop(one)]:
+            self._appends.stop(request)
             self._end_append(request, None)
         for request in [one for one in self.decoding if one.aborted and one.in_flight == 0]:
             request.end("abort")
             self._leave(request)
-
-    def _unit_free(self, request: Request) -> bool:
-        return request is not self.appending[0] or self._unit is None or self._unit.done()
 
     # Admission and append.
 
@@ -239,60 +217,45 @@ class StepLoop:
             self._ended(request)
             return True
         self.waiting.remove(request)
-        rows = session.memory.counts.logical
+        request.cached = session.memory.counts.logical
         session.tokens.extend(request.appended)
         request.prompt = tuple(session.tokens)
-        request.cached = rows
-        request.append = AppendRun(self.stage, session.memory, session.tokens[rows:], request.state, session.id)
         session.move(Phase.APPENDING)
-        self._units[request.id] = request.append.units()
-        self.appending.append(request)
+        self._appends.start(request)
         return True
 
-    def _next_unit(self, request: Request) -> None:
-        """Follow the unit that completed and submit the next one of the oldest append."""
-        append = request.append
-        assert append is not None
-        failure = None if self._unit is None else self._unit.error()
-        self._unit = None
+    def _append_turn(self) -> None:
+        """Follow and submit one unit of the oldest append."""
+        ended = self._appends.turn()
+        if ended is None:
+            return
+        request, failure = ended
+        assert request.append is not None
+        output = request.append.output
         if failure is not None:
             self._end_append(request, SessionBroken(f"appending failed: {failure}"))
-            return
-        try:
-            self._unit = next(self._units[request.id], None)
-        except Exception as error:  # the memory layer's own refusals end this request, not the loop
-            self._end_append(request, SessionBroken(f"appending failed: {error}"))
-            return
-        if self._unit is None:
-            self._appended(request, append)
-
-    def _appended(self, request: Request, append: AppendRun) -> None:
-        """The whole prompt has rows: its first token is the first of the generation."""
-        output = append.output
-        if output.bad_layer >= 0:
+        elif output.bad_layer >= 0:
             self._end_append(request, _not_finite(output.bad_layer, self.stage.model.config.layers))
-            return
-        self.appending.remove(request)
-        del self._units[request.id]
-        request.session.move(Phase.READY)
-        logits = output.logits if request.wants_logits else None
-        finished = request.take(output.token, logits)
-        if finished:
-            request.session.revision += 1
+        elif request.aborted:
+            self._end_append(request, None)
+        else:
+            self._begin_decode(request, output)
+
+    def _begin_decode(self, request: Request, output: AppendOutput) -> None:
+        """The whole prompt has rows: its last row's token is the first of the generation."""
+        session = request.session
+        session.move(Phase.READY)
+        request.take(output.token, output.logits if request.wants_logits else None)
+        if request.finished:
+            session.revision += 1
             self._ended(request)
         else:
-            request.session.move(Phase.DECODING)
+            session.move(Phase.DECODING)
             self.decoding.append(request)
 
     def _end_append(self, request: Request, error: ForebayError | None) -> None:
-        """Stop an append: at an abort the session keeps the rows of finished chunks; after an error it is broken."""
-        session, append = request.session, request.append
-        assert append is not None
-        if self.appending and request is self.appending[0]:
-            self._unit = None
-        append.abandon()
-        self.appending.remove(request)
-        del self._units[request.id]
+        """An append that gives no token: at an abort the session keeps the rows of finished chunks; after an error it is broken."""
+        session = request.session
         if error is not None:
             session.move(Phase.BROKEN)
             request.fail(error)

@@ -11,6 +11,7 @@ Holds the table, the parsing of values and the merging of sources. Does not know
 import argparse
 import difflib
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ class Settings:
     server: ServerConfig
     model: str | None
     demo: bool
+    interactive: bool = False  # a person is at the terminal
 
     def model_directory(self) -> Path:
         """The directory to load. Raises BadSetting when none was named."""
@@ -299,4 +301,11 @@ def resolve(options: Mapping[str, object], environment: Mapping[str, str]) -> Se
     if "api_key_file" in own:
         values["server"]["api_key"] = _read_key(own["api_key_file"], given["api_key_file"].source)
     engine, server = EngineConfig(**values["engine"]), ServerConfig(**values["server"])
-    return Settings(engine=engine, server=server, model=own.get("model"), demo=own.get("demo", False))
+    return Settings(
+        engine=engine, server=server, model=own.get("model"), demo=own.get("demo", False), interactive=_interactive(environment)
+    )
+
+
+def _interactive(environment: Mapping[str, str]) -> bool:
+    """Whether standard output is a terminal and nobody said otherwise by CI."""
+    return sys.stdout.isatty() and not environment.get("CI")

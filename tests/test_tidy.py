@@ -20,7 +20,9 @@ MAY_IMPORT = {
     "streams": {"streams"},
     "kernels": {"kernels"},
 }
-BANNED_NAMES = re.compile(r"(?i)(^|_)(manager|handler|helper|helpers|util|utils|misc|common|base|data|info)$|Manager$|Handler$|Helper$|Util$|Base$")
+BANNED_NAMES = re.compile(
+    r"(^|_)(manager|handler|helpers?|utils?|misc|common|base|data|info)$|(Manager|Handler|Helper|Utils?|Base|Data|Info)$"
+)
 BANNED_FUNCTIONS = re.compile(r"^(process|do)_")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 CUDA_ONLY = re.compile(r"\b(cupy|pycuda|cuda\.bindings|libcudart|torch\.backends\.cudnn|nvtx)\b")

@@ -40,7 +40,7 @@ async def test_offload_is_resident_to_the_bit(checkpoint: Path, rows: str, hot: 
     """Tokens and logits are equal for histories across every boundary, down to a hot cache of exactly top-k rows."""
     missed = 0
     for length in LENGTHS:
-        offload, resident = await both(checkpoint, [(ids(length, length), 12)], row_format=rows, hot_rows=hot)
+        offload, resident = await both(checkpoint, [(ids(length, length), 6)], row_format=rows, hot_rows=hot)
         assert offload.same_bits(resident), f"{rows} rows, history {length}, hot cache {hot}"
         assert offload.statistics is not None
         missed += offload.statistics.misses
@@ -56,24 +56,24 @@ async def test_turns_in_one_session_stay_equal(checkpoint: Path, rows: str) -> N
 
 
 async def test_long_decode_stays_equal(checkpoint: Path) -> None:
-    """600 decode steps, more than twice the ring, through copyback and eviction, give equal bits."""
-    offload, resident = await both(checkpoint, [(ids(10, 8), 600)], row_format="q8g64", hot_rows=TOP_K)
+    """330 decode steps, past the whole ring, through copyback and eviction, give equal bits."""
+    offload, resident = await both(checkpoint, [(ids(10, 8), 330)], row_format="q8g64", hot_rows=TOP_K)
     assert offload.same_bits(resident)
     assert offload.statistics is not None
-    assert offload.statistics.mirrored_rows >= 576
+    assert offload.statistics.mirrored_rows >= 256
 
 
-@pytest.mark.parametrize("sessions", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("sessions", [2, 3, 4, 8, pytest.param(16, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)])
 async def test_company_changes_no_bit(checkpoint: Path, sessions: int) -> None:
     """A session's logits do not depend on how many others decode beside it."""
-    turns = [[(ids(20 + 3 * number, number), 10)] for number in range(sessions)]
+    turns = [[(ids(20 + 3 * number, number), 6)] for number in range(sessions)]
     config = small(row_format="q8g64", hot_rows=TOP_K, decode_batch_limit=64)
     async with Engine.open(checkpoint, config) as engine:
         together = await asyncio.gather(*(collect(engine, one) for one in turns))
         steps = engine.statistics().steps
-        checked = range(0, sessions, max(1, sessions // 8))
+        checked = range(0, sessions, max(1, sessions // 4))
         alone = {number: await collect(engine, turns[number]) for number in checked}
-    assert steps < sessions * 10, "the sessions never shared a step"
+    assert steps < sessions * 6, "the sessions never shared a step"
     for number in checked:
         assert together[number].same_bits(alone[number]), f"session {number} of {sessions}"
 

@@ -4,7 +4,14 @@ from engine.scheduler import Decision, decide
 
 
 def decision(
-    waiting: list[str], appending: list[str], decoding: list[str], *, idle: set[str] | None = None, able: set[str] | None = None, steps: int = 0, limit: int = 4
+    waiting: list[str],
+    appending: list[str],
+    decoding: list[str],
+    *,
+    idle: set[str] | None = None,
+    able: set[str] | None = None,
+    steps: int = 0,
+    limit: int = 4,
 ) -> Decision[str]:
     return decide(
         waiting,

@@ -21,7 +21,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("start", "end"), itertools.product(WAYS, WAYS))
+@pytest.mark.parametrize(("start", "end"), list(itertools.product(WAYS, WAYS)))
 def test_moves_follow_the_table(start: str, end: str) -> None:
     """An allowed move happens; any other raises and changes nothing."""
     session = Session(SessionId("s"), temporary=False)

@@ -1,0 +1,75 @@
+"""Appends in order of arrival, one unit in flight at a time: there is one append ring a stage.
+
+Holds the running appends and the unit whose event is awaited. Does not know what follows an append.
+
+Invariants:
+1. At most one unit is in flight, always of the oldest append.
+2. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.append import AppendRun
+from engine.request import Request
+from engine.stage import Stage
+from streams import Event
+
+__all__ = ["AppendQueue"]
+
+
+class AppendQueue:
+    """Running appends. Loop thread only."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.requests: list[Request] = []
+        self.unit: Event[Any] | None = None  # of the oldest
+        self._stage = stage
+        self._units: dict[str, Iterator[Event[Any]]] = {}
+
+    def start(self, request: Request) -> None:
+        """Begin to append the tokens of the request's session that have no rows."""
+        session = request.session
+        assert session.memory is not None, "memory is admitted before an append starts"
+        append = AppendRun(self._stage, session.memory, session.tokens[session.memory.counts.logical :], request.state, session.id)
+        request.append = append
+        self._units[request.id] = append.units()
+        self.requests.append(request)
+
+    def turn(self) -> tuple[Request, BaseException | None] | None:
+        """Follow the oldest append's unit once it is done and submit its next.
+
+        Returns: the request whose append has ended now and what it failed with, if it did; None while it goes on.
+        """
+        if not self.requests or (self.unit is not None and not self.unit.done()):
+            return None
+        request = self.requests[0]
+        failure = None if self.unit is None else self.unit.error()
+        self.unit = None
+        if failure is None:
+            try:
+                self.unit = next(self._units[request.id], None)
+            except Exception as error:  # what the memory layer refuses ends this append, not the loop
+                failure = error
+        if self.unit is not None:
+            return None
+        self._drop(request, abandon=failure is not None)
+        return request, failure
+
+    def may_stop(self, request: Request) -> bool:
+        """Whether no operation of the request's append is in flight."""
+        return request is not self.requests[0] or self.unit is None or self.unit.done()
+
+    def stop(self, request: Request) -> None:
+        """Forget an append that `may_stop`."""
+        assert self.may_stop(request), f"request {request.id} has a unit in flight"
+        if request is self.requests[0]:
+            self.unit = None
+        self._drop(request, abandon=True)
+
+    def _drop(self, request: Request, *, abandon: bool) -> None:
+        assert request.append is not None
+        if abandon:
+            request.append.abandon()
+        self.requests.remove(request)
+        del self._units[request.id]
