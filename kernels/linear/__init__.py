@@ -1,5 +1,8 @@
 """Linear maps of rows: one weight for all (`linear`), or one a head (`heads_linear`). No bias.
 
+A weight is a tensor or `BlockFp8`, which stays FP8 in memory. On a device a weight may be narrower than the rows (bf16 or FP8 under
+float32 rows): products are exact and sums float32 there.
+
 Row-invariant: see `kernels`. Refused: one product over all rows; a batch of tiles in one call (no faster, and its shape would follow
 the number of rows).
 """
@@ -7,20 +10,25 @@ the number of rows).
 from torch import Tensor
 
 from kernels.linear import reference
+from kernels.linear.block_fp8 import BlockFp8
+from kernels.place import on_cpu
 
-__all__ = ["linear", "heads_linear"]
+__all__ = ["BlockFp8", "linear", "heads_linear"]
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor | BlockFp8) -> Tensor:
     """Map rows by one weight.
 
     x        [rows, width]     float  rows >= 0, any strides
-    weight   [outputs, width]  same dtype
-    returns  [rows, outputs]   same dtype, contiguous
+    weight   [outputs, width]  same dtype; BlockFp8; on a device also bf16 under float32 rows
+    returns  [rows, outputs]   x's dtype, contiguous
     """
-    assert x.device.type == "cpu", f"linear has no kernel for {x.device.type}"
     assert x.shape[1] == weight.shape[1], f"rows are {x.shape[1]} wide, the weight {weight.shape[1]}"
-    return reference.linear(x, weight)
+    if on_cpu("linear", x):
+        return reference.linear(x, weight.dequantised(x.dtype) if isinstance(weight, BlockFp8) else weight)
+    from kernels.linear import kernel
+
+    return kernel.linear(x, weight)
 
 
 def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -30,6 +38,9 @@ def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
     weight   [heads, outputs, width]  same dtype, any strides that stay the same from call to call
     returns  [rows, heads, outputs]   same dtype, contiguous
     """
-    assert x.device.type == "cpu", f"heads_linear has no kernel for {x.device.type}"
     assert x.shape[1:] == (weight.shape[0], weight.shape[2]), f"rows {tuple(x.shape)} do not fit weight {tuple(weight.shape)}"
-    return reference.heads_linear(x, weight)
+    if on_cpu("heads_linear", x):
+        return reference.heads_linear(x, weight)
+    from kernels.linear import kernel
+
+    return kernel.heads_linear(x, weight)
