@@ -154,6 +154,32 @@ async def test_a_chunk_whose_copy_fails_breaks_the_session_only(backend: CpuBack
     assert stage.arena.statistics().free == 64
 
 
+async def test_a_chunk_does_not_jump_over_a_failed_copy(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a decoded block's copy fails under an open chunk, the chunk's good copies raise nothing: mirrored stays before the lost block."""
+    stage = Stage(backend)
+    one = stage.converse()
+    real, made = copyback_module.copy_bytes, iter(range(100))
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        if next(made) == 0:
+            raise OSError("the device reported an error")
+        real(target, source)
+
+    monkeypatch.setattr(copyback_module, "copy_bytes", copy)
+    release = hold(stage.copyback.stream)
+    await one.decode(64)
+    chunk, written, _ = one.submit_chunk(128)
+    await written
+    finished = chunk.finish(stage.compute, stage.copyback, written)
+    release()
+    with pytest.raises(DependencyFailed):
+        await finished
+    counts = one.session.counts
+    assert (counts.logical, counts.submitted, counts.mirrored) == (64, 64, 0)
+    assert one.session.state[: StateField.MIRRORED + 1].tolist() == [64, 0]
+    assert isinstance(one.session.operations.broken, OSError)
+
+
 async def test_the_append_ring_is_not_reused_under_a_copy(backend: CpuBackend) -> None:
     """A second session's chunk, submitted while the first one's copies are held, does not write before they are done."""
     stage = Stage(backend)
