@@ -155,7 +155,7 @@ async def test_a_chunk_whose_copy_fails_breaks_the_session_only(backend: CpuBack
 
 
 async def test_a_chunk_does_not_jump_over_a_failed_copy(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a decoded block's copy fails under an open chunk, the chunk's good copies raise nothing: mirrored stays before the lost block."""
+    """When a decoded block's copy fails under an open chunk, the chunk raises nothing: mirrored stays before the lost block."""
     stage = Stage(backend)
     one = stage.converse()
     real, made = copyback_module.copy_bytes, iter(range(100))
