@@ -1,6 +1,7 @@
 """Pack rows and index keys into the bytes that every reader sees, unpack them, and store them where they belong.
 
-A row is quantised once, here; afterwards only its bytes travel. `reference.py` is the definition, arithmetic included.
+A row is quantised once, here; afterwards only its bytes travel. `reference.py` is the definition, arithmetic
+included; `kernel.py` gives the same bytes on a device.
 
 Choices:
 1. A non-finite input spoils its whole group of 64 (NaN scale) instead of being clamped: a broken layer must not look healthy.
@@ -11,7 +12,7 @@ Choices:
 from torch import Tensor
 
 from kernels.layout import KeyLayout, RowLayout
-from kernels.place import only_cpu
+from kernels.place import on_cpu
 from kernels.quantize import reference
 
 __all__ = ["append_keys", "append_rows", "pack_keys", "pack_rows", "unpack_keys", "unpack_rows"]
@@ -26,8 +27,11 @@ def pack_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
     """
     assert latent.shape == (rope.shape[0], layout.latent), f"latent {tuple(latent.shape)} does not fit {layout}"
     assert rope.shape[1] == layout.rope, f"rope {tuple(rope.shape)} does not fit {layout}"
-    only_cpu("pack_rows", latent)
-    return reference.pack_rows(latent, rope, layout)
+    if on_cpu("pack_rows", latent):
+        return reference.pack_rows(latent, rope, layout)
+    from kernels.quantize import kernel
+
+    return kernel.pack_rows(latent, rope, layout)
 
 
 def unpack_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
@@ -37,8 +41,11 @@ def unpack_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
     returns  [..., R] float32 latent and [..., Dr] float32 RoPE key, contiguous
     """
     assert rows.shape[-1] == layout.row_bytes, f"rows of {rows.shape[-1]} bytes, not {layout.row_bytes}"
-    only_cpu("unpack_rows", rows)
-    return reference.unpack_rows(rows, layout)
+    if on_cpu("unpack_rows", rows):
+        return reference.unpack_rows(rows, layout)
+    from kernels.quantize import kernel
+
+    return kernel.unpack_rows(rows, layout)
 
 
 def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
@@ -48,8 +55,11 @@ def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     returns  [T, key_bytes]  uint8      device  written in full; padding is zero
     """
     assert keys.shape[1] == layout.width, f"keys {tuple(keys.shape)} do not fit {layout}"
-    only_cpu("pack_keys", keys)
-    return reference.pack_keys(keys, layout)
+    if on_cpu("pack_keys", keys):
+        return reference.pack_keys(keys, layout)
+    from kernels.quantize import kernel
+
+    return kernel.pack_keys(keys, layout)
 
 
 def unpack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
@@ -59,8 +69,11 @@ def unpack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     returns  [..., Di]         f32    device  contiguous
     """
     assert keys.shape[-1] == layout.key_bytes, f"keys of {keys.shape[-1]} bytes, not {layout.key_bytes}"
-    only_cpu("unpack_keys", keys)
-    return reference.unpack_keys(keys, layout)
+    if on_cpu("unpack_keys", keys):
+        return reference.unpack_keys(keys, layout)
+    from kernels.quantize import kernel
+
+    return kernel.unpack_keys(keys, layout)
 
 
 def append_rows(latent: Tensor, rope: Tensor, destinations: Tensor, offset_bytes: int, layout: RowLayout) -> None:
@@ -73,8 +86,12 @@ def append_rows(latent: Tensor, rope: Tensor, destinations: Tensor, offset_bytes
     """
     assert destinations.shape == (latent.shape[0],), f"{tuple(destinations.shape)} destinations for {latent.shape[0]} rows"
     assert latent.shape == (rope.shape[0], layout.latent), f"latent {tuple(latent.shape)} does not fit {layout}"
-    only_cpu("append_rows", latent)
-    reference.append_rows(latent, rope, destinations, offset_bytes, layout)
+    if on_cpu("append_rows", latent):
+        reference.append_rows(latent, rope, destinations, offset_bytes, layout)
+    else:
+        from kernels.quantize import kernel
+
+        kernel.append_rows(latent, rope, destinations, offset_bytes, layout)
 
 
 def append_keys(keys: Tensor, destinations: Tensor, offset_bytes: int, layout: KeyLayout) -> None:
@@ -85,5 +102,9 @@ def append_keys(keys: Tensor, destinations: Tensor, offset_bytes: int, layout: K
     offset_bytes           key_layer * BlockLayout.key_layer_bytes for a block's keys, 0 for a page's
     """
     assert destinations.shape == (keys.shape[0],), f"{tuple(destinations.shape)} destinations for {keys.shape[0]} keys"
-    only_cpu("append_keys", keys)
-    reference.append_keys(keys, destinations, offset_bytes, layout)
+    if on_cpu("append_keys", keys):
+        reference.append_keys(keys, destinations, offset_bytes, layout)
+    else:
+        from kernels.quantize import kernel
+
+        kernel.append_keys(keys, destinations, offset_bytes, layout)

@@ -8,7 +8,7 @@ Invariants (q8g64):
 2. A group whose scale rounds to 0 (amax below 127 * 2^-25) is all zeros. No division by zero is ever formed.
 3. A group with a NaN or an infinity gets a NaN scale and zero values, so all of it unpacks to NaN: it cannot vanish.
 4. Every byte of a packed row is written; bytes between fields and after the RoPE key are zero.
-5. bf16 and f32 fields are plain conversions: NaN stays NaN, what exceeds bfloat16 becomes infinite.
+5. bf16 and f32 fields are plain conversions: NaN stays NaN (in bf16 always 0x7FC0), what exceeds bfloat16 becomes infinite.
 """
 
 import torch
@@ -30,6 +30,12 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored.contiguous().view(dtype)
+
+
+def _as_wide(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert; a NaN that narrows gets one bit pattern (torch's vector body and scalar tail give two, so a row would not pack alike)."""
+    narrowed = values.float().to(dtype)
+    return narrowed.masked_fill(narrowed.isnan(), float("nan")) if dtype == torch.bfloat16 else narrowed
 
 
 def _quantize(latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,8 +60,8 @@ def pack_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
         packed[:, : layout.latent_bytes] = _as_bytes(values)
         packed[:, layout.scales_offset : layout.rope_offset] = _as_bytes(scales)
     else:
-        packed[:, : layout.latent_bytes] = _as_bytes(latent.float().to(wide))
-    rope_bytes = _as_bytes(rope.float().to(wide))
+        packed[:, : layout.latent_bytes] = _as_bytes(_as_wide(latent, wide))
+    rope_bytes = _as_bytes(_as_wide(rope, wide))
     packed[:, layout.rope_offset : layout.rope_offset + rope_bytes.shape[-1]] = rope_bytes
     return packed
 
@@ -76,7 +82,7 @@ def unpack_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
 
 def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     packed = torch.zeros((keys.shape[0], layout.key_bytes), dtype=torch.uint8)
-    stored = _as_bytes(keys.float().to(_WIDE[layout.encoding]))
+    stored = _as_bytes(_as_wide(keys, _WIDE[layout.encoding]))
     packed[:, : stored.shape[-1]] = stored
     return packed
 
