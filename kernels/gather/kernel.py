@@ -45,7 +45,7 @@ def _store_rows(address, rows, WORDS: tl.constexpr, PADDED: tl.constexpr):
     tl.store(start[:, None] + word[None, :], rows, mask=(address != 0)[:, None] & (word < WORDS)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gather_rows(addresses, out, rows, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     address = tl.load(addresses + row, mask=row < rows, other=0)
@@ -53,7 +53,7 @@ def _gather_rows(addresses, out, rows, WORDS: tl.constexpr, PADDED: tl.constexpr
     _store_rows(to, _load_rows(address, WORDS, PADDED), WORDS, PADDED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gather_blocks(block_addresses, offset_bytes, rows, count, out, COUNTED: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
     block = tl.program_id(0)
     word = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -79,7 +79,7 @@ def _fetch_misses(misses, miss_source, offset_bytes, scratch, scratch_rows, WORD
         start += tl.num_programs(0) * TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer_in_group"])
 def _gather_round(
     selection, slot, fill, miss, source, table, place_of, scratch, out, picks_all, scratch_rows, first_field, layer_in_group, offset_bytes,
     FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,

@@ -1,13 +1,13 @@
 """Turn positions into addresses: where a step's new rows and keys are stored, and where resident rows are read.
 
-`reference.py` is the definition.
+`reference.py` is the definition, `kernel.py` the same on a device, where a block or page that is absent gives address 0.
 """
 
 from torch import Tensor
 
 from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import reference
-from kernels.place import only_cpu
+from kernels.place import on_cpu
 from kernels.round.plan import RoundPlan
 
 __all__ = ["locate_new", "locate_resident"]
@@ -33,8 +33,11 @@ def locate_new(
     """
     _check_table(table, table_layout, block_layout)
     assert positions.shape == place_of.shape, f"{tuple(positions.shape)} positions for {tuple(place_of.shape)} places"
-    only_cpu("locate_new", table)
-    return reference.locate_new(table, block_layout, place_of, positions)
+    if on_cpu("locate_new", table):
+        return reference.locate_new(table, block_layout, place_of, positions)
+    from kernels.locate import kernel
+
+    return kernel.locate_new(table, block_layout, place_of, positions)
 
 
 def locate_resident(
@@ -49,5 +52,9 @@ def locate_resident(
     """
     _check_table(table, table_layout, block_layout)
     assert selection.shape == plan.selection.shape, f"selection {tuple(selection.shape)} for {tuple(plan.selection.shape)}"
-    only_cpu("locate_resident", table)
-    reference.locate_resident(table, block_layout, place_of, selection, plan)
+    if on_cpu("locate_resident", table):
+        reference.locate_resident(table, block_layout, place_of, selection, plan)
+    else:
+        from kernels.locate import kernel
+
+        kernel.locate_resident(table, block_layout, place_of, selection, plan)

@@ -121,7 +121,7 @@ def _load_wide(start, wanted, WIDE: tl.constexpr):
         return tl.load(start.to(INT32), mask=wanted, other=0).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items"])
 def _unpack(
     packed, out, items, OFFSET: tl.constexpr, SCALES_OFFSET: tl.constexpr, QUANTIZED: tl.constexpr, WIDE: tl.constexpr,
     COUNT: tl.constexpr, ITEM_BYTES: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,

@@ -256,12 +256,12 @@ def _unmap_span(slot_of, position_of, start, slots, position, BLOCK: tl.constexp
     tl.store(position_of + slot, tl.full((BLOCK,), -1, tl.int32), mask=gone)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position"])
 def _unmap(slot_of, position_of, slots, position, BLOCK: tl.constexpr):
     _unmap_span(slot_of, position_of, tl.program_id(0) * BLOCK, slots, position, BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position"])
 def _unmap_place(fields, position, FIRST: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     maps = fields + FIRST + tl.program_id(0) * STRIDE
     slot_of = tl.load(maps + SLOT_OF).to(INT32)
