@@ -10,6 +10,7 @@ can be among the k best. `torch.fmax` there is not vectorised: 19 us a row of 10
 import torch
 from torch import Tensor
 
+from kernels.place import on_cpu
 from kernels.select import reference
 
 __all__ = ["select"]
@@ -23,7 +24,13 @@ def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> 
     last    [rows]           int64    one past the last, at most `columns`; last <= first: nothing to choose
     out     [rows, k]        int32    written in full: min(k, last - first) distinct positions, ascending, then -1
     """
-    assert scores.device.type == "cpu", f"select has no kernel for {scores.device.type}"
     assert scores.dtype == torch.float32, f"scores are {scores.dtype}"
     assert out.shape == (scores.shape[0], k), f"out is {tuple(out.shape)}, not {(scores.shape[0], k)}"
-    reference.select(scores, first, last, k, out)
+    if on_cpu("select", scores):
+        reference.select(scores, first, last, k, out)
+        return
+    from kernels.select import kernel
+
+    assert scores.stride(1) == 1, "scores of a row do not lie side by side"
+    assert out.stride(1) == 1, "picks of a row do not lie side by side"
+    kernel.select(scores, first, last, k, out)
