@@ -81,7 +81,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert f"usage: forebay {name}" in printed
-    assert "--hot-rows" in printed
+    assert "--config" in printed
     assert "--cluster" not in printed
 
 
