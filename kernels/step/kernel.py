@@ -101,8 +101,6 @@ def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor)
     if rows:
         grid = (rows, triton.cdiv(width, HIDDEN_TILE))
         _load_hidden[grid](table, place_of, positions, out, table.shape[1], width, _alignment(width), HIDDEN_TILE)
-            table, place_of, positions, out, table.shape[1], width, _alignment(width), HIDDEN_TILE
-        )
 
 
 def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Tensor) -> None:
@@ -112,8 +110,6 @@ def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Ten
     if rows:
         grid = (rows, triton.cdiv(width, HIDDEN_TILE))
         _store_hidden[grid](table, place_of, positions, hidden, table.shape[1], width, _alignment(width), HIDDEN_TILE)
-            table, place_of, positions, hidden, table.shape[1], width, _alignment(width), HIDDEN_TILE
-        )
 
 
 def advance(table: Tensor, place_of: Tensor, tokens: Tensor, bad_layer: Tensor) -> None:
