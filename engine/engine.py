@@ -113,21 +113,27 @@ class Engine:
             template=ChatTemplate.load(directory), context_max=context_max,
             sampling=default_sampling(directory),
         )  # fmt: skip
-        failure: BaseException | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(engine._loop.run(), name="step loop")
-                engine._ready = True
-                try:
-                    yield engine
-                # Kept aside so that the caller's own error leaves as it was, not inside an exception group.
-                except BaseException as error:
-                    failure = error
-                await engine._shut()
+            async with engine.running():
+                yield engine
         finally:
             if owned is not None:
                 await owned.close()
             await engine.tokenizer.aclose()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run the step loop for the length of the block; what still runs at its end is aborted, and every session closed."""
+        failure: BaseException | None = None
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._loop.run(), name="step loop")
+            self._ready = True
+            try:
+                yield
+            # Kept aside so that the caller's own error leaves as it was, not inside an exception group.
+            except BaseException as error:
+                failure = error
+            await self._shut()
         if failure is not None:
             raise failure
 

@@ -4,7 +4,9 @@ One stage is a list of one; the peer is absent. Layer ids here are local; `first
 Holds weights, layout, streams, placement. Knows no sessions by name and no requests.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +25,9 @@ from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Stream
 
 _HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
+
+ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
+PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
 
 __all__ = ["Stage", "StageStreams", "open_stage"]
 
@@ -66,9 +71,13 @@ class Stage:
         return self.layout.layers - 1
 
 
-def open_stage(model: Model, config: EngineConfig, backend: Backend, *, name: str = "stage0", context_max: int) -> Stage:
+def open_stage(
+    model: Model, config: EngineConfig, backend: Backend, *, name: str = "stage0", context_max: int,
+    arena_of: ArenaOf = Arena, pool_of: PoolOf = Pool,
+) -> Stage:  # fmt: skip
     """Lay out and allocate one stage.
 
+    Args: arena_of, pool_of: what makes its arena and pool; a search for bad interleavings watches both.
     Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers.
     """
     facts = model.config
@@ -81,8 +90,8 @@ def open_stage(model: Model, config: EngineConfig, backend: Backend, *, name: st
     least = layout.block_bytes
     if host_bytes < least:
         raise NotAdmitted(f"host memory of {host_bytes} bytes holds no block of {least} bytes; raise --host-memory")
-    arena = Arena(layout, host_bytes, ledger)
-    pool = Pool(torch.device("cpu"), None, ledger)
+    arena = arena_of(layout, host_bytes, ledger)
+    pool = pool_of(torch.device("cpu"), None, ledger)
     streams = StageStreams.of(backend, name)
     copyback = Copyback(streams.copyback)
     table_layout = TableLayout(len(groups))
