@@ -44,6 +44,10 @@ log = structlog.get_logger()
 
 _OPEN_PATHS = ("/health", "/ready")  # asked by machines that hold no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_COUNTS = (
+    "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "host_bytes",
+    "device_bytes", "resident_bytes",
+)  # fmt: skip
 _CUT = 499  # a status for the log only: the client left, or the drain was over
 
 Route: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -171,6 +175,7 @@ def _generating(dialect: Dialect) -> Route:
         engine = service.admitted()
         _check_model(engine, asked.model)
         sampling = api.to_sampling(asked, engine.default_sampling)
+        history = api.to_history(asked, allowed=service.config.synthetic_history)
         head = api.AnswerHead(
             id=dialect.id_prefix + record.request_id,
             model=engine.model_name,
@@ -181,7 +186,7 @@ def _generating(dialect: Dialect) -> Route:
             token_bytes=engine.tokenizer.token_bytes if engine.tokenizer.available else None,
         )
         opening = engine.generate(
-            dialect.prompt(asked), sampling, request_id=record.request_id, template_arguments=dialect.arguments(asked)
+            dialect.prompt(asked), sampling, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history
         )  # fmt: skip
         with service.running():
             async with opening as generation:
@@ -289,6 +294,11 @@ async def _ready(request: web.Request) -> web.StreamResponse:
     return _json({"status": state}, 200 if state == "ready" else 503)
 
 
+async def _statistics(request: web.Request) -> web.StreamResponse:
+    found = request.app[SERVICE].admitted().statistics()
+    return _json({name: getattr(found, name) for name in _COUNTS})
+
+
 def build_app(service: Service) -> web.Application:
     """The routes over `service`."""
     app = web.Application(middlewares=[observe], client_max_size=service.config.body_bytes_max)
@@ -299,6 +309,7 @@ def build_app(service: Service) -> web.Application:
     app.router.add_post("/tokenize", _tokenize)
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)
+    app.router.add_get("/statistics", _statistics)
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)
     return app

@@ -13,6 +13,7 @@ from typing import Any
 from engine.append import AppendRun
 from engine.request import Request
 from engine.stage import Stage
+from engine.synthetic import SyntheticRun
 from streams import Event
 
 __all__ = ["AppendQueue"]
@@ -31,7 +32,12 @@ class AppendQueue:
         """Begin to append the tokens of the request's session that have no rows."""
         session = request.session
         assert session.memory is not None, "memory is admitted before an append starts"
-        append = AppendRun(self._stage, session.memory, session.tokens[session.memory.counts.logical :], request.state, session.id)
+        memory, history = session.memory, request.history
+        append: AppendRun
+        if history is None:
+            append = AppendRun(self._stage, memory, session.tokens[memory.counts.logical :], request.state, session.id)
+        else:
+            append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history)
         request.append = append
         self._units[request.id] = append.units()
         self.requests.append(request)

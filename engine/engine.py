@@ -25,12 +25,13 @@ from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
 from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
-from engine.protocol import Progress, Prompt, SessionId
+from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.request import Request
 from engine.sampling import Sampling
 from engine.sampling_table import SamplingState
 from engine.session import Phase, Session
 from engine.stage import Stage, open_stage
+from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from kernels.layout import BLOCK_ROWS
@@ -55,6 +56,7 @@ class Statistics:
     ring_rows: int
     hits: int
     misses: int
+    ring_reads: int
     host_bytes: int
     device_bytes: int
     resident_bytes: int
@@ -161,13 +163,16 @@ class Engine:
 
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None, history: SyntheticHistory | None = None,
     ) -> Generation:  # fmt: skip
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
+        Args: history: made-up rows that a session of its own begins with, for measuring.
         Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, NotAdmitted; later: SessionBroken.
         """
-        start = functools.partial(self._start, prompt, sampling, session, request_id or secrets.token_hex(8), template_arguments or {})
+        start = functools.partial(
+            self._start, prompt, sampling, session, request_id or secrets.token_hex(8), template_arguments or {}, history
+        )
         return Generation(start, self._loop.abort)
 
     def statistics(self) -> Statistics:
@@ -188,6 +193,7 @@ class Engine:
             ring_rows=sum(one.ring_rows for one in held_rows),
             hits=reads.hits,
             misses=reads.misses,
+            ring_reads=reads.ring,
             host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
             device_bytes=stage.ledger.total("device").allocated_bytes,
             resident_bytes=sum(one.counts.logical for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
@@ -229,15 +235,18 @@ class Engine:
         return session
 
     async def _start(
-        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, Any]
-    ) -> Request:
+        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, Any],
+        history: SyntheticHistory | None,
+    ) -> Request:  # fmt: skip
         """Check, tokenise and queue one request."""
         session = self._new_session(temporary=True) if session_id is None else self._session(session_id)
+        if history is not None:
+            self._begin_with(session, history)
         if session.phase in (Phase.BROKEN, Phase.CLOSED):
             raise BadRequest(f"session {session.id} is {session.phase.value}; create another", field="session")
         tokens = await self._tokens(prompt, template_arguments, continues=bool(session.tokens))
         held = len(session.tokens)
-        if not tokens and held == session.rows:
+        if not tokens and (history is not None or held == session.rows):
             raise BadRequest("the prompt has no tokens", field="prompt")
         room = self.context_max - held - len(tokens)
         if room < (sampling.max_tokens or 1):
@@ -250,11 +259,22 @@ class Engine:
             request_id, session, tokens, sampling, max_tokens=max_tokens, eos=self._stage.model.config.eos_token_ids,
             tokenizer=self.tokenizer if self.tokenizer.available else None,
         )  # fmt: skip
+        request.history = history
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request.prompt = (*session.tokens, *tokens)
         request.state = SamplingState.of(sampling, seed, request.prompt, self._stage.model.config.vocabulary)
         self._loop.enqueue(request)
         return request
+
+    def _begin_with(self, session: Session, history: SyntheticHistory) -> None:
+        """Give a fresh session the tokens of a made-up history; the append of its first request writes the rows."""
+        if not session.temporary:
+            raise BadRequest("a synthetic history begins a session of its own; leave session out", field="synthetic_history")
+        if not (0 <= history.seed < 2**63 and 1 <= history.rows < self.context_max):
+            raise BadRequest(
+                f"a synthetic history has a seed of 0 to 2^63 - 1 and 1 to {self.context_max - 1} rows", field="synthetic_history"
+            )
+        session.tokens.extend(tokens_of(history, self._stage.model.config.vocabulary))
 
     async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, Any], *, continues: bool) -> list[int]:
         """Token ids of a prompt in any of its forms. `continues`: the session has tokens already."""

@@ -217,7 +217,7 @@ class StepLoop:
             self._ended(request)
             return True
         self.waiting.remove(request)
-        request.cached = session.memory.counts.logical
+        request.cached = session.memory.counts.logical if request.history is None else request.history.rows
         session.tokens.extend(request.appended)
         request.prompt = tuple(session.tokens)
         session.move(Phase.APPENDING)

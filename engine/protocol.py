@@ -10,6 +10,7 @@ Holds typing protocols and the ids and counts that cross them. Knows no tensors 
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NewType, Protocol, Self, TypeAlias
@@ -20,13 +21,21 @@ from engine.sampling import Sampling
 
 __all__ = [
     "EngineFace", "EngineOpener", "EngineStatistics", "GenerationFace", "Message", "Progress", "Prompt", "PromptProgress", "SessionId",
-    "TemplateFace", "TokenizerFace",
+    "SyntheticHistory", "TemplateFace", "TokenizerFace",
 ]  # fmt: skip
 
 SessionId = NewType("SessionId", str)
 Message: TypeAlias = Mapping[str, object]  # one chat message
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 Progress: TypeAlias = Callable[[int, int], None]  # (tensors read, tensors in all); called from a worker thread
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticHistory:
+    """A made-up history before a prompt, for measuring: `rows` rows of values drawn from `seed`."""
+
+    seed: int  # 0 to 2^63 - 1
+    rows: int  # at least 1
 
 
 class PromptProgress(Protocol):
@@ -114,6 +123,13 @@ class EngineStatistics(Protocol):
     @property
     def misses(self) -> int: ...
     @property
+    def ring_reads(self) -> int: ...
+    @property
+    def steps(self) -> int:
+        """Decode steps submitted so far."""
+        ...
+
+    @property
     def host_bytes(self) -> int: ...
     @property
     def device_bytes(self) -> int: ...
@@ -158,8 +174,9 @@ class EngineFace(Protocol):
         session: SessionId | None = None,
         request_id: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
+        history: SyntheticHistory | None = None,
     ) -> GenerationFace:
-        """One generation; without a session it gets a fresh one that is closed afterwards."""
+        """One generation; without a session it gets a fresh one that is closed afterwards. `history`: what a fresh one begins with."""
         ...
 
     def statistics(self) -> EngineStatistics: ...

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.append import AppendRun
 from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
 from engine.errors import ForebayError
+from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.sampling_table import SamplingState
 from engine.session import Session
@@ -49,6 +50,7 @@ class Request:
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
         self.append: AppendRun | None = None
+        self.history: SyntheticHistory | None = None  # what its fresh session begins with
         self.state: SamplingState | None = None
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
         self._tokenizer = tokenizer

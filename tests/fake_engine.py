@@ -15,7 +15,7 @@ from typing import Any, Self
 from engine.chunk import Chunk, FinishReason, Usage
 from engine.config import EngineConfig
 from engine.errors import BadModel
-from engine.protocol import Message, Progress, Prompt, SessionId
+from engine.protocol import Message, Progress, Prompt, SessionId, SyntheticHistory
 from engine.sampling import Sampling
 
 Item = Chunk | BaseException | asyncio.Event
@@ -83,6 +83,8 @@ class FakeStatistics:
     ring_rows: int = 17
     hits: int = 750
     misses: int = 250
+    ring_reads: int = 40
+    steps: int = 12
     host_bytes: int = 3 * 2**20
     device_bytes: int = 512
     resident_bytes: int = 5 * 2**30
@@ -144,6 +146,7 @@ class Call:
     session: SessionId | None
     request_id: str | None
     arguments: Mapping[str, object] | None
+    history: SyntheticHistory | None = None
 
 
 @dataclass
@@ -183,8 +186,9 @@ class FakeEngine:
         session: SessionId | None = None,
         request_id: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
+        history: SyntheticHistory | None = None,
     ) -> FakeGeneration:
-        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments))
+        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments, history))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         generation = FakeGeneration(self, script() if callable(script) else script, session)
         self.generations.append(generation)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from engine.config import ServerConfig
 from engine.errors import BadRequest, NotAdmitted, SessionBroken
+from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.service import Service
 from server import listening
@@ -345,3 +346,39 @@ async def test_requests_side_by_side_do_not_mix() -> None:
         answers = await asyncio.gather(*(ask() for _ in range(16)))
     assert len({name for name, _ in answers}) == 16
     assert sorted(text for _, text in answers) == sorted(f"{index}." * 20 for index in range(16))
+
+
+async def test_statistics_are_counts() -> None:
+    """/statistics answers with the engine's counts as one JSON object, wants the key, and says 503 before the engine is open."""
+    async with served(FakeEngine([words("x")])) as client, client.get("/statistics") as response:
+        counts = await response.json()
+        assert (counts["hits"], counts["misses"], counts["ring_reads"], counts["steps"]) == (750, 250, 40, 12)
+    async with served(None) as client, client.get("/statistics") as response:
+        assert response.status == 503
+    async with served(FakeEngine([words("x")]), api_key="k") as client, client.get("/statistics") as response:
+        assert response.status == 401
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(True, 200), (False, 400)])
+async def test_a_synthetic_history_needs_the_servers_word(allowed: bool, status: int) -> None:
+    """Made-up rows reach the engine from a server started for them, and are refused by name by any other."""
+    engine = FakeEngine([words("x")])
+    body = {**HELLO, "synthetic_history": {"seed": 3, "rows": 500}}
+    async with served(engine, synthetic_history=allowed) as client, client.post(CHAT, json=body) as response:
+        assert response.status == status
+        if not allowed:
+            assert (await error_of(response))["param"] == "synthetic_history"
+    assert [call.history for call in engine.calls] == ([SyntheticHistory(3, 500)] if allowed else [])
+
+
+@pytest.mark.parametrize("history", [{"seed": -1, "rows": 1}, {"seed": 0, "rows": 0}, {"rows": 1}, "much"])
+async def test_a_bad_synthetic_history_is_a_bad_request(history: object) -> None:
+    """A history without a seed or a row is refused, and the engine is not asked."""
+    engine = FakeEngine([words("x")])
+    async with (
+        served(engine, synthetic_history=True) as client,
+        client.post(CHAT, json={**HELLO, "synthetic_history": history}) as response,
+    ):
+        assert response.status == 400
+        assert "synthetic_history" in str((await error_of(response))["param"])
+    assert engine.calls == []

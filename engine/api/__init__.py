@@ -25,11 +25,11 @@ from engine.api.chunks import (
 from engine.api.failures import error_body, error_fields
 from engine.api.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse_chat, parse_completion, parse_tokenize
 from engine.api.responses import ModelCard, ModelList, TokenizeAnswer, encode
-from engine.api.translate import template_arguments, to_messages, to_prompt, to_sampling, wants_usage
+from engine.api.translate import template_arguments, to_history, to_messages, to_prompt, to_sampling, wants_usage
 
 __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "TokenizeAnswer", "TokenizeRequest", "chat_answer",
     "chat_chunk", "chat_usage_chunk", "completion_answer", "completion_chunk", "completion_usage_chunk", "encode", "error_body",
-    "error_fields", "parse_chat", "parse_completion", "parse_tokenize", "template_arguments", "to_messages", "to_prompt", "to_sampling",
-    "token_characters", "usage_counts", "wants_usage",
+    "error_fields", "parse_chat", "parse_completion", "parse_tokenize", "template_arguments", "to_history", "to_messages", "to_prompt",
+    "to_sampling", "token_characters", "usage_counts", "wants_usage",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from engine.errors import BadRequest
 
 __all__ = [
     "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "StreamOptions",
-    "TokenizeRequest", "ToolCall", "parse_chat", "parse_completion", "parse_tokenize",
+    "SyntheticRows", "TokenizeRequest", "ToolCall", "parse_chat", "parse_completion", "parse_tokenize",
 ]  # fmt: skip
 
 _NESTING_MAX = 64  # of values that we pass on undecoded; templates recurse over them
@@ -61,6 +61,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
+class SyntheticRows(msgspec.Struct, kw_only=True):
+    """Made-up rows before the prompt, for measuring; only a server that was told to serves them."""
+
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    rows: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """Fields that both endpoints share. Extensions carry the names vLLM gave them."""
 
@@ -84,6 +91,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     session: object = None
+    synthetic_history: SyntheticRows | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

@@ -11,10 +11,10 @@ import msgspec
 
 from engine.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, ToolCall
 from engine.errors import BadRequest
-from engine.protocol import Message
+from engine.protocol import Message, SyntheticHistory
 from engine.sampling import Sampling
 
-__all__ = ["template_arguments", "to_messages", "to_prompt", "to_sampling", "wants_usage"]
+__all__ = ["template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "wants_usage"]
 
 _DEFAULTS = Sampling()
 # Arguments of `ChatTemplate.render` that a client may not replace through chat_template_kwargs.
@@ -58,6 +58,15 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
 def wants_usage(request: GenerationRequest) -> bool:
     """Whether a stream ends with a usage chunk."""
     return bool(request.stream_options and request.stream_options.include_usage)
+
+
+def to_history(request: GenerationRequest, *, allowed: bool) -> SyntheticHistory | None:
+    """The made-up history a request begins with. Raises BadRequest when it asks for one that is not `allowed`."""
+    if request.synthetic_history is None:
+        return None
+    if not allowed:
+        raise BadRequest("this server was not started with --synthetic-history: leave it out", field="synthetic_history")
+    return SyntheticHistory(request.synthetic_history.seed, request.synthetic_history.rows)
 
 
 def to_prompt(request: CompletionRequest) -> str | list[int]:
