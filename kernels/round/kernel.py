@@ -11,12 +11,15 @@ Invariants:
 1. A slot-map entry below -1 exists between the two launches only; every reader in between treats it as missing.
 2. No program reads what another one of the same launch writes, except through atomics whose result is free of order.
    Within a program of `_settle`, a barrier stands between what one thread writes and another reads.
-3. Scratch counts are zero between plans: the last program of `_settle` to have read them (an arrival count) clears them.
+3. Counts live in two banks that take turns: `_look_up` counts in one and clears the other, which the plan before has read. Which one it
+   is, each launch is told by the one before it, so no program waits for another and nothing is cleared from outside.
 4. The reference raises on a position past its session or without a block before anything changes; a device cannot. Such a pick comes
    out unused (source 0, so a zero row) and enters no map, so nothing is read from a wild address.
 
 Bytes, one row of 2,048 picks: 8 KiB selection, 2,048 sectors of 32 B of the slot map at most, 57 KiB of plan, all within L2: 0.05 us at
 its bandwidth, so latency rules: 5 dependent loads in the first launch, 6 and two prefix sums in the second.
+Scratch: the bank that `_look_up` counts in, the bank that `_settle` reads, two banks of T counts, then picks and positions of leaders in
+order, a stretch a place.
 Loops with bounds from the device are `while` loops: Triton's interpreter takes no tensor in `range`.
 """
 
@@ -63,13 +66,17 @@ def _begin(table, places, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _look_up(
-    table, place_of, mirrored, selection, slot, fill, miss, source, miss_source, scratch, first_field,
+    table, place_of, mirrored, selection, slot, fill, miss, source, miss_source, scratch, rows_all, first_field,
     FIELDS: tl.constexpr, PICKS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < PICKS
     pick = row * PICKS + column
+    bank = tl.load(scratch)
+    counts_of = scratch + 2 + bank * rows_all
+    tl.store(scratch + 2 + (1 - bank) * rows_all + row, 0, mask=tl.program_id(1) == 0)
+    tl.store(scratch + 1, bank, mask=(row == 0) & (tl.program_id(1) == 0))
     position = tl.load(selection + pick, mask=inside, other=-1)
     place = tl.load(place_of + row).to(tl.int64)
     fields = table + tl.maximum(place, 0) * FIELDS
@@ -100,11 +107,11 @@ def _look_up(
     displaced = missing & (before < -1) & (before > ranked)
     kinds = hit.to(tl.int64) + (missing.to(tl.int64) << 16) + (recent.to(tl.int64) << 32) + ((first | displaced).to(tl.int64) << 48)
     counts = tl.sum(kinds, axis=0)  # four sums of at most BLOCK each in one reduction
-    tl.atomic_add(scratch + 1 + row, (counts >> 48).to(tl.int32), mask=live, sem="relaxed")
+    tl.atomic_add(counts_of + row, (counts >> 48).to(tl.int32), mask=live, sem="relaxed")
     tl.atomic_add(state + HITS, counts & 65535, mask=live, sem="relaxed")
     tl.atomic_add(state + MISSES, (counts >> 16) & 65535, mask=live, sem="relaxed")
     tl.atomic_add(state + RING_READS, (counts >> 32) & 65535, mask=live, sem="relaxed")
-    tl.atomic_add(scratch + 1 + (before - LEAST) // PICKS, -1, mask=displaced, sem="relaxed")
+    tl.atomic_add(counts_of + (before - LEAST) // PICKS, -1, mask=displaced, sem="relaxed")
 
     start = tl.where(missing, block, ring + position // B_ROWS % R_BLOCKS * tl.full((), BLOCK_BYTES, tl.int64))
     address = start + (position % B_ROWS * ROW_BYTES).to(tl.int64)
@@ -116,7 +123,10 @@ def _look_up(
 
 
 @triton.jit
-def _number_leaders(slot_of, selection, source, miss, miss_source, listed, mine, row_of, leaders, PICKS: tl.constexpr, BLOCK: tl.constexpr):
+def _number_leaders(
+    slot_of, selection, source, miss, miss_source, picks_of, positions_of, mine, row_of, leaders, PICKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Number and list one place's leaders; returns how many there are, and how many duplicates."""
     count = 0
     duplicates = 0
@@ -127,8 +137,8 @@ def _number_leaders(slot_of, selection, source, miss, miss_source, listed, mine,
             column = start + tl.arange(0, BLOCK)
             pick = row * PICKS + column
             missing = tl.load(miss + pick, mask=column < PICKS, other=-1) == MISSING
-            position = tl.load(selection + pick, mask=missing, other=0)
-            address = tl.load(source + pick, mask=missing, other=0)
+            position = tl.load(selection + pick, mask=column < PICKS, other=0)  # not only of the missing: three loads under way at once
+            address = tl.load(source + pick, mask=column < PICKS, other=0)
             leader = tl.load(slot_of + position, mask=missing, other=0) - LEAST
             leads = missing & (leader == pick)
             follows = missing & (leader != pick)
@@ -136,7 +146,8 @@ def _number_leaders(slot_of, selection, source, miss, miss_source, listed, mine,
             order = tl.cumsum(leads.to(tl.int32), axis=0) - 1
             tl.store(miss + pick, tl.where(leads, number + order, -3 - leader), mask=missing)
             tl.store(miss_source + number + order, address, mask=leads)
-            tl.store(listed + count + order, pick, mask=leads)
+            tl.store(picks_of + count + order, pick, mask=leads)
+            tl.store(positions_of + count + order, position, mask=leads)
             counts = tl.sum(kinds, axis=0)  # two sums of at most BLOCK each in one reduction
             number += counts & 65535
             count += counts & 65535
@@ -167,7 +178,8 @@ def _settle(
     place = tl.program_id(0)
     row_of = tl.arange(0, ROWS_PADDED)
     owner = tl.load(place_of + row_of, mask=row_of < rows, other=-1)
-    leaders = tl.load(scratch + 1 + row_of, mask=row_of < rows, other=0)
+    bank = tl.load(scratch + 1)
+    leaders = tl.load(scratch + 2 + bank * rows + row_of, mask=row_of < rows, other=0)
     fields = table + place.to(tl.int64) * FIELDS
     live = tl.load(fields + ROWS) > 0
     maps = fields + first_field
@@ -184,16 +196,14 @@ def _settle(
     pinned_in = tl.load(pin_round + slot, mask=step < slots, other=round_now)
     tl.store(misses, tl.sum(leaders, axis=0).to(tl.int64), mask=place == 0)
 
-    tl.debug_barrier()  # every thread has its counts
-    if tl.atomic_add(scratch, 1) == tl.num_programs(0) - 1:
-        tl.store(scratch + 1 + row_of, tl.zeros((ROWS_PADDED,), tl.int32), mask=row_of < rows)
-        tl.store(scratch, 0)
+    tl.store(scratch, 1 - bank, mask=place == 0)
 
     mine = (owner == place) & live
     earlier = tl.sum(((owner >= 0) & (owner < place)).to(tl.int32), axis=0)
-    listed = scratch + 1 + rows + earlier * PICKS  # room for every pick of this place's rows
+    picks_of = scratch + 2 + 2 * rows + earlier * PICKS  # of leaders in order; room for every pick of this place's rows
+    positions_of = picks_of + rows * PICKS
     waiting, duplicates = _number_leaders(
-        slot_of, selection, source, miss, miss_source, listed, mine, row_of, leaders, PICKS, BLOCK)  # fmt: skip
+        slot_of, selection, source, miss, miss_source, picks_of, positions_of, mine, row_of, leaders, PICKS, BLOCK)  # fmt: skip
     tl.debug_barrier()  # numbers and list are written, the elections read
     if duplicates > 0:
         _number_duplicates(miss, mine, row_of, PICKS, BLOCK)
@@ -205,8 +215,8 @@ def _settle(
         free = pinned_in != round_now
         order = tl.cumsum(free.to(tl.int32), axis=0)  # of a free slot in this window, from 1
         chosen = free & (taken + order <= waiting)
-        pick = tl.load(listed + taken + order - 1, mask=chosen, other=0)
-        position = tl.load(selection + pick, mask=chosen, other=0)
+        pick = tl.load(picks_of + taken + order - 1, mask=chosen, other=0)
+        position = tl.load(positions_of + taken + order - 1, mask=chosen, other=0)
         held = tl.load(position_of + slot, mask=chosen, other=-1)
         tl.store(slot_of + held, tl.full((BLOCK,), -1, tl.int32), mask=held >= 0)
         tl.store(slot_of + position, slot, mask=chosen)
@@ -224,8 +234,7 @@ def _settle(
     tl.store(hand_at, ended % tl.maximum(slots, 1), mask=taken > 0)
     while taken < waiting:  # read through, not kept: the election is undone
         order = taken + tl.arange(0, BLOCK)
-        pick = tl.load(listed + order, mask=order < waiting, other=0)
-        position = tl.load(selection + pick, mask=order < waiting, other=0)
+        position = tl.load(positions_of + order, mask=order < waiting, other=0)
         tl.store(slot_of + position, tl.full((BLOCK,), -1, tl.int32), mask=order < waiting)
         taken += BLOCK
 
@@ -303,7 +312,7 @@ def plan_round(
     tile = _tile(plan.picks, PICKS_TILE)
     _look_up[(plan.rows, triton.cdiv(plan.picks, tile))](
         table, place_of, mirrored, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, plan.miss_source, plan.scratch,
-        first_field, fields, plan.picks, block_layout.row.row_bytes, block_layout.block_bytes, tile, num_warps=4,
+        plan.rows, first_field, fields, plan.picks, block_layout.row.row_bytes, block_layout.block_bytes, tile, num_warps=4,
     )  # fmt: skip
     _settle[(places,)](
         table, place_of, plan.selection, plan.fill, plan.miss, plan.source, plan.misses, plan.miss_source, plan.scratch,
@@ -338,7 +347,10 @@ _MAPS = {"table": "*i64", "place_of": "*i32", "selection": "*i32", "fill": "*i32
 _PLAN = {**_MAPS, "miss": "*i32", "source": "*i64", "miss_source": "*i64", "scratch": "*i32"}
 COMPILE = [
     (_begin, {"table": "*i64", "places": "i32", "FIELDS": _FIELDS, "BLOCK": PLACES_TILE}),
-    (_look_up, {**_PLAN, "mirrored": "*i64", "slot": "*i32", "ROW_BYTES": 656, "BLOCK_BYTES": 3636736, "BLOCK": PICKS_TILE}),
+    (
+        _look_up,
+        {**_PLAN, "rows_all": "i32", "mirrored": "*i64", "slot": "*i32", "ROW_BYTES": 656, "BLOCK_BYTES": 3636736, "BLOCK": PICKS_TILE},
+    ),
     (_settle, {**_PLAN, "misses": "*i64", "rows": "i32", "BLOCK": SETTLE_TILE_MAX, "ROWS_PADDED": 64, "num_warps": 8}),
     (_clear, {**{name: _MAPS[name] for name in _MAPS if name != "selection"}, "BLOCK": PICKS_TILE}),
     (_unmap, {"slot_of": "*i32", "position_of": "*i32", "slots": "i32", "position": "i32", "BLOCK": UNMAP_TILE}),

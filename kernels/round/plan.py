@@ -19,7 +19,7 @@ class RoundPlan:
     source       [T, k]    int64  address of the row in layer 0 of its block or ring; 0 for a hit and an unused pick
     misses       [1]       int64  distinct misses
     miss_source  [T * k]   int64  their sources, in row-major order of their leaders; 0 past `misses`
-    scratch      [1 + T + T * k]  int32  device kernels' own: leaders of each row and their list; counts are 0 between plans
+    scratch      [2 + 2 * T + 2 * T * k]  int32  the device kernels' own, kept from plan to plan (kernel.py says what lies where)
     """
 
     selection: Tensor
@@ -46,7 +46,7 @@ class RoundPlan:
             source=torch.zeros((rows, picks), dtype=torch.int64, device=device),
             misses=torch.zeros(1, dtype=torch.int64, device=device),
             miss_source=torch.zeros(rows * picks, dtype=torch.int64, device=device),
-            scratch=torch.zeros(1 + rows + rows * picks, dtype=torch.int32, device=device),
+            scratch=torch.zeros(2 + 2 * rows + 2 * rows * picks, dtype=torch.int32, device=device),
         )
 
     @property

@@ -71,7 +71,6 @@ def compare_random_steps(slots: list[int], picks: int, rows: int, steps: int, sp
             for group in (0, 1):
                 form.plan_round(step.table.tensor, TABLE_LAYOUT, LAYOUT, group, step.place_of, step.mirrored, step.plan)
                 told.append(relative({name: part.clone() for name, part in everything(step, sessions).items()}, sessions))
-                assert not bool(step.plan.scratch[: 1 + rows].any()), "counts are left behind"
             if index % 4 == 3:
                 form.clear_round(step.table.tensor, TABLE_LAYOUT, 1, step.place_of, step.plan)
                 told.append(relative({name: part.clone() for name, part in everything(step, sessions).items()}, sessions))
