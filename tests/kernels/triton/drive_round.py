@@ -8,7 +8,7 @@ import interpreted
 import torch
 from torch import Tensor
 
-from kernels.round import kernel, reference
+from kernels.round import RoundPlan, kernel, reference
 from tests.kernels.round_world import LAYOUT, TABLE_LAYOUT, PlainSession, Step
 
 
@@ -60,13 +60,17 @@ def compare_random_steps(slots: list[int], picks: int, rows: int, steps: int, sp
     generator = torch.Generator().manual_seed(seed)
     states = {"slots": slots, "logical": [300, 200, 70][: len(slots)], "mirrored": [256, 128, 64][: len(slots)]}
     worlds = [world(**states), world(**states)]
+    plans = [RoundPlan.empty(rows, picks) for _ in worlds]  # as in a decode step: one plan for all rounds
     for index in range(steps):
         place_of = torch.randint(-1, len(slots) + 1, (rows,), generator=generator)
         ends = torch.tensor([states["logical"][place] if 0 <= place < len(slots) else 640 for place in place_of.tolist()])
         selection = selections(generator, rows, picks, ends, spread)
         told = []
-        for form, sessions in zip((reference, kernel), worlds, strict=True):
+        for form, sessions, plan in zip((reference, kernel), worlds, plans, strict=True):
             step = Step(sessions, place_of.tolist(), selection)
+            for mine, poisoned in zip(plan.buffers, step.plan.buffers, strict=True):
+                mine.copy_(poisoned)
+            step.plan = plan
             form.begin_round(step.table.tensor)
             for group in (0, 1):
                 form.plan_round(step.table.tensor, TABLE_LAYOUT, LAYOUT, group, step.place_of, step.mirrored, step.plan)
