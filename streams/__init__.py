@@ -7,6 +7,7 @@ Parts
     stream.py   the protocols `Stream`, `Backend`, `Observer` and the rules all backends keep
     queued.py   what backends share on the loop's side: limits, room, closing, counting, observing
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
+    device.py   `DeviceBackend` (import it from there): streams of a GPU through torch.cuda, one poller a loop
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises
     tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto
@@ -32,6 +33,7 @@ from streams.errors import (
     Busy,
     Closed,
     DependencyFailed,
+    DeviceLost,
     Escaped,
     Full,
     PeerLost,
@@ -55,6 +57,6 @@ __all__ = [
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
     "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace",
     "Clock", "RealClock",
-    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed",
+    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed", "DeviceLost",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",
 ]  # fmt: skip

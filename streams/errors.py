@@ -5,8 +5,8 @@
 """
 
 __all__ = [
-    "BufferChanged", "Busy", "Closed", "DependencyFailed", "Escaped", "Full", "PeerLost", "StreamError", "TapeMismatch", "TransferFailed",
-    "Unordered",
+    "BufferChanged", "Busy", "Closed", "DependencyFailed", "DeviceLost", "Escaped", "Full", "PeerLost", "StreamError", "TapeMismatch",
+    "TransferFailed", "Unordered",
 ]  # fmt: skip
 
 
@@ -32,6 +32,10 @@ class Full(StreamError):
 
 class TransferFailed(StreamError):
     """A copy or transfer was reported failed by the device or the network."""
+
+
+class DeviceLost(StreamError):
+    """The device itself reported an error: every operation on it is lost, and so is everything its memory holds."""
 
 
 class DependencyFailed(StreamError):
