@@ -26,6 +26,7 @@ from engine.session import Phase, Session
 from engine.stage import Stage
 from memory.errors import DoesNotFit
 from memory.table import StepTable
+from streams import Event
 
 __all__ = ["StepLoop"]
 
@@ -288,10 +289,10 @@ class StepLoop:
             memory = request.session.memory
             assert memory is not None
             memory.ensure_rows(memory.counts.logical + 1, self.stage.streams.compute)
+        after = [] if previous is None else [previous.events.done]
         if stale:
-            self._rewrite(bucket, members)
+            after.append(self._rewrite(bucket, members))
         session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
-        after = () if previous is None else (previous.events.done,)
         keep_logits = any(request.wants_logits for request in members)
         events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
         for request in members:
@@ -302,8 +303,8 @@ class StepLoop:
         self.steps += 1
         return _Flight(bucket, members, events)
 
-    def _rewrite(self, bucket: _Bucket, members: tuple[Request, ...]) -> None:
-        """Set the tables to these members by one stream-ordered operation."""
+    def _rewrite(self, bucket: _Bucket, members: tuple[Request, ...]) -> Event[None]:
+        """Set the tables to these members by one stream-ordered operation; if it fails, so must the step that would read others' places."""
         rows = [request.session.memory.table_row(1) for request in members if request.session.memory is not None]
         states = [request.state for request in members]
         bucket.members = members
@@ -314,7 +315,7 @@ class StepLoop:
             write_table()
             bucket.sampling.rewrite(states)
 
-        self.stage.streams.compute.submit(rewrite, label="table.rewrite")
+        return self.stage.streams.compute.submit(rewrite, label="table.rewrite")
 
     async def _follow(self, flight: _Flight) -> None:
         """Read a step's tokens and act on them."""
