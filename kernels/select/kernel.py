@@ -116,8 +116,8 @@ def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS: tl.c
 
 
 @triton.jit
-def _write(scores, stride, columns, first, last, limit, states, counts, tallies, out, out_stride, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr,
-           PICKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+def _write(scores, stride, columns, first, last, limit, states, counts, tallies, out, out_stride, CHUNKS: tl.constexpr,
+           CHUNKS_BLOCK: tl.constexpr, PICKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(first + row), tl.load(last + row)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGETS = [GPUTarget("hip", "gfx1100", 32), GPUTarget("hip", "gfx942", 64), GPUTarget("cuda", 90, 32)]
-SHARED_BYTES_MAX = 64 * 1024
+SHARED_BYTES_MAX = {"hip": 64 * 1024, "cuda": 113 * 1024}  # all that AMD has; NVIDIA's 228 KiB then hold two programs
 TYPE = re.compile(r"^\*?([iu](1|8|16|32|64)|fp(16|32|64|8e4nv)|bf16)$")
 OPTIONS = ("num_warps", "num_stages")
 
@@ -83,7 +83,7 @@ def failures() -> Iterator[str]:
                     reason = str(error).strip() or type(error).__name__
                     yield f"{module.__name__}.{kernel.fn.__name__} for {target.arch}: {reason}"
                     continue
-                if shared > SHARED_BYTES_MAX:
+                if shared > SHARED_BYTES_MAX[target.backend]:
                     yield f"{module.__name__}.{kernel.fn.__name__} for {target.arch}: {shared} bytes of shared memory"
 
 

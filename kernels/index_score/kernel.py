@@ -1,0 +1,195 @@
+"""Index scores on a device: every key of a session, read once from its pages, against one to four of the session's query rows.
+
+One kernel body behind two forms: rows of a step, each place over its own pages and its own length (`score_places`), and rows that share
+one list of pages (`index_scores`). Programs walk blocks of 64 keys with a stride, so a grid made for the longest history costs a short
+one nothing.
+
+Invariants:
+1. A score is one product of a fixed shape, [64 keys, width] by [width, heads], for one row, then a sum over heads of a fixed shape: how
+   many rows a program serves, and how many programs there are, changes no bit.
+2. A column depends on its own key only; columns past a row's last key are not written (`score_places`).
+3. relu keeps NaN. Factors are applied to the head weights in the reference's order.
+
+Floor: 256 B a key, 62 us for 1,048,576 keys at 4.3 TB/s; 8.6 GFLOP a row, so products must run in the matrix units (bf16 by bf16):
+16 KiB a block, two or three blocks in flight a program, 528 programs. float32 queries or keys are multiplied as float32, for small models.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.layout import PAGE_KEYS, KeyLayout, TableField
+from kernels.linear.kernel import dot_exact
+
+__all__ = ["index_scores", "score_places"]
+
+BLOCK_KEYS = 64
+ROWS_MAX = 4  # query rows that share one reading of the keys
+PROGRAMS = 528
+_STAGES = 3
+INT64 = tl.constexpr(tl.pointer_type(tl.int64))
+PAGE = tl.constexpr(PAGE_KEYS)
+ROWS = tl.constexpr(TableField.ROWS)
+PAGES = tl.constexpr(TableField.PAGES)
+PAGES_MAX = tl.constexpr(TableField.PAGES_MAX)
+
+
+@triton.jit
+def _place_row(place_of, positions, rows, place, number, ROWS_BLOCK: tl.constexpr):
+    """The place's row of this number: which it is, and how many keys it sees (0: there is no such row)."""
+    row = tl.arange(0, ROWS_BLOCK)
+    mine = (tl.load(place_of + row, mask=row < rows, other=-1) == place).to(tl.int32)
+    found = (mine > 0) & (tl.cumsum(mine) - 1 == number)
+    which = tl.sum(tl.where(found, row, 0)).to(tl.int64)
+    return which, tl.load(positions + which, mask=tl.sum(found.to(tl.int32)) > 0, other=-1) + 1
+
+
+@triton.jit
+def _asked(place_of, positions, rows, keys, owner, number, query, head_weights, q_row, q_head, q_value, w_row, w_head,
+           PLACES: tl.constexpr, ROWS_BLOCK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+           WIDTH_BLOCK: tl.constexpr, HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
+    """One row: its id, its keys, its query [width, heads] and its scaled head weights; all zero for a row that is not there."""
+    row, end = number.to(tl.int64), tl.where(number < rows, keys, 0)
+    if PLACES:
+        row, end = _place_row(place_of, positions, rows, owner, number, ROWS_BLOCK)
+    head = tl.arange(0, HEADS_BLOCK)
+    value = tl.arange(0, WIDTH_BLOCK)[:, None]
+    known = (end > 0) & (head < HEADS)
+    asked = tl.load(query + row * q_row + head[None, :] * q_head + value * q_value, mask=known[None, :] & (value < WIDTH), other=0.0)
+    weights = tl.load(head_weights + row * w_row + head * w_head, mask=known, other=0.0)
+    return row, end, asked, weights * HEADS_FACTOR * WIDTH_FACTOR
+
+
+@triton.jit
+def _store(key, query, weights, to_out, column, end):
+    product = dot_exact(key, query, tl.zeros([key.shape[0], query.shape[1]], tl.float32))
+    score = tl.sum(tl.where(product < 0.0, 0.0, product) * weights[None, :], 1)
+    tl.store(to_out + column, score, mask=column < end)
+
+
+@triton.jit
+def _score(table, pages, keys, place_of, positions, query, head_weights, out, rows, group, q_row, q_head, q_value, w_row, w_head, out_row,
+           WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr, KEYS_LOADED: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+           GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+           WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, HEADS_FACTOR: tl.constexpr,
+           WIDTH_FACTOR: tl.constexpr):  # fmt: skip
+    owner = tl.program_id(1)  # a place, or a group of rows
+    number = owner * GROUP_ROWS
+    count = tl.minimum(number + GROUP_ROWS, rows)
+    from_pages = pages
+    if PLACES:
+        fields = table + owner.to(tl.int64) * FIELDS
+        row = tl.arange(0, ROWS_BLOCK)
+        mine = (tl.load(place_of + row, mask=row < rows, other=-1) == owner) & (tl.load(fields + ROWS) > 0)
+        number, count = owner * 0, tl.sum(mine.to(tl.int32))
+        from_pages = (tl.load(fields + PAGES) + group * tl.load(fields + PAGES_MAX) * 8).to(INT64)
+    elif KEYS_LOADED:
+        keys = (tl.load(keys).to(tl.int64) + PAGE - 1) // PAGE * PAGE
+    kind: tl.constexpr = tl.pointer_type(tl.float32) if WIDE else tl.pointer_type(tl.bfloat16)
+    place_in_block = tl.arange(0, BLOCK)
+    value = tl.arange(0, WIDTH_BLOCK)
+    while number < count:
+        row0, end0, query0, weights0 = _asked(
+            place_of, positions, rows, keys, owner, number, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
+            ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
+        last = end0
+        if GROUP_ROWS > 1:
+            row1, end1, query1, weights1 = _asked(
+                place_of, positions, rows, keys, owner, number + 1, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
+                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
+            last = tl.maximum(last, end1)
+        if GROUP_ROWS > 2:
+            row2, end2, query2, weights2 = _asked(
+                place_of, positions, rows, keys, owner, number + 2, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
+                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
+            row3, end3, query3, weights3 = _asked(
+                place_of, positions, rows, keys, owner, number + 3, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
+                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
+            last = tl.maximum(last, tl.maximum(end2, end3))
+        blocks = ((last + BLOCK - 1) // BLOCK).to(tl.int32)
+        for step in tl.range(0, (blocks - tl.program_id(0) + WORKERS - 1) // WORKERS):
+            block = tl.program_id(0) + step * WORKERS
+            page = tl.multiple_of(tl.load(from_pages + block * BLOCK // PAGE).to(kind), 16)
+            at = (block * BLOCK % PAGE + place_in_block)[:, None] * KEY_STRIDE + value[None, :]
+            if WIDTH == WIDTH_BLOCK:
+                key = tl.load(page + at)
+            else:
+                key = tl.load(page + at, mask=value[None, :] < WIDTH, other=0.0)
+            column = block.to(tl.int64) * BLOCK + place_in_block
+            _store(key, query0, weights0, out + row0 * out_row, column, end0)
+            if GROUP_ROWS > 1:
+                _store(key, query1, weights1, out + row1 * out_row, column, end1)
+            if GROUP_ROWS > 2:
+                _store(key, query2, weights2, out + row2 * out_row, column, end2)
+                _store(key, query3, weights3, out + row3 * out_row, column, end3)
+        number += GROUP_ROWS
+
+
+def _shapes(
+    query: Tensor, head_weights: Tensor, layout: KeyLayout, owners: int, columns: int, group_rows: int
+) -> dict[str, int | float | bool]:
+    """Launch constants: shapes of the weight, and how the work is cut, which changes no bit."""
+    _, heads, width = query.shape
+    wide = layout.encoding == "f32"
+    return {
+        "q_row": query.stride(0), "q_head": query.stride(1), "q_value": query.stride(2), "w_row": head_weights.stride(0),
+        "w_head": head_weights.stride(1), "WORKERS": max(1, min(PROGRAMS // owners, triton.cdiv(columns, BLOCK_KEYS))),
+        "GROUP_ROWS": group_rows, "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.key_bytes // (4 if wide else 2),
+        "HEADS_BLOCK": max(16, triton.next_power_of_2(heads)), "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)), "BLOCK": BLOCK_KEYS,
+        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": 4, "num_stages": _STAGES,
+    }  # fmt: skip
+
+
+def _group_rows(rows: int) -> int:
+    return 1 if rows <= 1 else 2 if rows == 2 else ROWS_MAX
+
+
+def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor) -> None:
+    """See the package page; whole pages are written. `keys` as a tensor [1] on the device lets a captured launch replay at any length."""
+    rows = query.shape[0]
+    if rows == 0 or pages.shape[0] == 0:
+        return
+    loaded, group_rows = isinstance(keys, Tensor), _group_rows(rows)
+    owners = triton.cdiv(rows, group_rows)
+    shapes = _shapes(query, head_weights, layout, owners, min(out.shape[1], pages.shape[0] * PAGE_KEYS), group_rows)
+    _score[(shapes["WORKERS"], owners)](
+        pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, rows, 0,
+        out_row=out.stride(0), FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
+    )  # fmt: skip
+
+
+def score_places(
+    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout, out: Tensor
+) -> None:
+    """Score keys 0 .. position of each row's session, reached through the step table; columns past them are left alone.
+
+    table         [places, fields]   int64    device
+    place_of      [T]                int32    device  rows of a place in any order; rows of free places and -1 write nothing
+    positions     [T]                int64    device
+    query         [T, heads, width]  float    device  any strides
+    head_weights  [T, heads]         float32  device  unscaled
+    out           [T, columns]       float32  device  columns above every position
+    """
+    rows, places = query.shape[0], table.shape[0]
+    if rows == 0:
+        return
+    group_rows = _group_rows(triton.cdiv(rows, places))
+    shapes = _shapes(query, head_weights, layout, places, out.shape[1], group_rows)
+    _score[(shapes["WORKERS"], places)](
+        table, table, 0, place_of, positions, query, head_weights, out, rows, group, out_row=out.stride(0), FIELDS=table.shape[1],
+        PLACES=True, KEYS_LOADED=False, ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
+    )  # fmt: skip
+
+
+def _case(rows: int, query: str, keys: str) -> dict[str, object]:
+    layout = KeyLayout("f32" if keys == "*fp32" else "bf16", 128)
+    shapes = _shapes(torch.empty((rows, 32, 128), device="meta"), torch.empty((rows, 32), device="meta"), layout, 1, 1 << 20, rows)
+    return shapes | {
+        "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": query, "head_weights": "*fp32",
+        "out": "*fp32", "rows": "i32", "group": "i32", "out_row": 1 << 20, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
+        "ROWS_BLOCK": rows,
+    }  # fmt: skip
+
+
+COMPILE = [(_score, _case(1, "*bf16", "*bf16")), (_score, _case(2, "*bf16", "*bf16")), (_score, _case(4, "*bf16", "*bf16"))]
