@@ -1,0 +1,147 @@
+"""`forebay gate`: offload against resident over the real server, pair by pair.
+
+The table goes to standard output, all else to standard error. Exit code: 0 every pair passes, 1 outputs differ or a pair is over its limit
+or was not measured, 2 a bad command line; a server that does not come up gives its own code (3 bad model, 4 does not fit).
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from engine import logs
+from engine.commands.command import Command, Invocation
+from engine.commands.display import Bar
+from engine.errors import BadSetting
+from engine.gate import Outcome, Plan, Runs, as_json, outcome, parse_history, table, write_json
+from engine.gate.machine import machine
+from engine.gate.process import serve_words, server_process
+from engine.gate.verdict import Arm
+from engine.settings import SETTINGS, add_flags, parse_decimal, parse_integer
+
+__all__ = ["COMMAND"]
+
+_COUNTS = ("prompt_tokens", "new_tokens", "pairs", "null_pairs", "warmup_tokens")
+_NOT_HERE = ("model", "placement")  # the engine's other settings are flags here
+_PLAIN_WIDTH = 160
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and the engine's settings but its placement."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
+    parser.add_argument("--prompt-file", dest="prompt_file", metavar="FILE", help="text, or a JSON list of token ids")
+    parser.add_argument("--prompt-tokens", dest="prompt_tokens", metavar="N", help="without a file: tokens of library source (50023)")
+    parser.add_argument("--new-tokens", dest="new_tokens", metavar="N", help="tokens of each answer (1024)")
+    parser.add_argument("--pairs", metavar="N", help="resident/offload pairs (3)")
+    parser.add_argument("--null-pairs", dest="null_pairs", metavar="N", help="resident/resident pairs between them (one less than pairs)")
+    parser.add_argument("--limit", metavar="PERCENT", help="loss a pair may have; the null spread if that is larger (0.15)")
+    parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="tokens of an answer before the measured one (8)")
+    parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
+    parser.add_argument("--json", dest="json", metavar="FILE", help="write everything there")
+    add_flags(parser, (name for name, setting in SETTINGS.items() if setting.place == "engine" and name not in _NOT_HERE))
+    add_flags(parser, ("demo", "log_format"))
+
+
+def _plan(invocation: Invocation) -> Plan:
+    options, settings = invocation.options, invocation.settings
+    settings.model_directory()  # a model must be named
+    given: dict[str, Any] = {}
+    for name in _COUNTS:
+        if options.get(name) is not None:
+            given[name] = _number(f"--{name.replace('_', '-')}", str(options[name]))
+    if options.get("limit") is not None:
+        try:
+            given["limit"] = parse_decimal(str(options["limit"]).removesuffix("%")) / 100
+        except ValueError as error:
+            raise BadSetting(f"--limit must be {error} of percent, not {options['limit']!r}") from None
+    if options.get("prompt_file") is not None:
+        if "prompt_tokens" in given:
+            raise BadSetting("--prompt-file and --prompt-tokens exclude each other; give one")
+        given["prompt_file"] = Path(str(options["prompt_file"]))
+    if options.get("history") is not None:
+        given["history"] = parse_history(str(options["history"]))
+    given.setdefault("null_pairs", max(0, given.get("pairs", 3) - 1))
+    return Plan(engine=settings.engine, model=None if settings.demo else settings.model, **given)
+
+
+def _number(flag: str, text: str) -> int:
+    try:
+        return parse_integer(text)
+    except ValueError as error:
+        raise BadSetting(f"{flag} must be {error}, not {text!r}") from None
+
+
+def _target(invocation: Invocation) -> Path | None:
+    """Where the JSON goes; refused before hours of measuring, not after."""
+    name = invocation.options.get("json")
+    if name is None:
+        return None
+    path = Path(str(name))
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadSetting(f"--json: cannot write {path}")
+    return path
+
+
+class _Bars:
+    """One bar a run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._title = ""
+        self._bar: Bar | None = None
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        if title != self._title or self._bar is None:
+            self.close()
+            self._title, self._bar = title, Bar(title, "gate.running", "tokens", self._console)
+        self._bar.update(done, total)
+        if done >= total:
+            self._bar.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+async def _gate(plan: Plan, target: Path | None, console: Console) -> Outcome:
+    def start(arm: Arm) -> AbstractAsyncContextManager[str]:
+        return server_process(serve_words(plan, arm))
+
+    bars = _Bars(console)
+    runs = Runs(plan, start, bars)
+    try:
+        pairs = await runs.all()
+    finally:
+        bars.close()
+    found = outcome(plan, pairs)
+    if target is not None:
+        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
+        write_json(target, as_json(plan, runs.prompt, found, facts))
+    return found
+
+
+def _print(found: Outcome, plan: Plan, console: Console) -> None:
+    console.print(table(found))
+    spread = "no null pair" if found.null_spread is None else f"null spread {found.null_spread:.3%}"
+    equal = "all outputs equal" if found.outputs_equal else "OUTPUTS NOT ALL EQUAL"
+    verdict = Text("pass" if found.passes else "FAIL", style="green" if found.passes else "bold red")
+    console.print(Text(f"{equal}; {spread}; limit {plan.limit:.3%}: ").append(verdict))
+
+
+def run(invocation: Invocation) -> int:
+    """Returns 0 when every pair passes, else 1. Raises BadSetting, ServerFailed."""
+    plan, target = _plan(invocation), _target(invocation)
+    logs.configure(invocation.settings.server.log_format)
+    found = uvloop.run(_gate(plan, target, Console(file=sys.stderr)))
+    _print(found, plan, Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False))
+    return 0 if found.passes else 1
+
+
+COMMAND = Command("gate", "offload against resident over the real server: equal outputs first, then speed", configure, run)

@@ -1,0 +1,130 @@
+"""The runs of a gate: a fresh server each, a short answer to warm it up, then the measured one.
+
+Drives HTTP and the clock. Does not start processes itself (`Start` does) and judges nothing.
+
+Invariants:
+1. Runs follow one another; nothing of ours runs beside the measured request.
+2. Every run sends the same ids with the same settings, greedy, to the same length.
+3. What a run reads of the server's counts is of its measured request alone.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import aiohttp
+import structlog
+
+from engine.errors import BadSetting
+from engine.gate.answer import AnswerReader, Events, RunFailed
+from engine.gate.plan import Plan
+from engine.gate.prompt import PromptIds, prompt_ids
+from engine.gate.verdict import Arm, Pair, Run, order
+
+__all__ = ["Runs", "Start", "Watch"]
+
+log = structlog.get_logger()
+
+_WARMUP_PROMPT_TOKENS = 64
+_SILENCE_S = 3_600.0  # longest time without a byte: a million rows may be appended before the first token
+_COUNTS = ("hits", "misses", "ring_reads")
+
+Start = Callable[[Arm], AbstractAsyncContextManager[str]]  # a fresh server; yields its address
+
+
+class Watch(Protocol):
+    """Told how far a run is, in tokens."""
+
+    def __call__(self, title: str, done: int, total: int) -> None: ...
+
+
+def _body(ids: tuple[int, ...], new_tokens: int, plan: Plan, *, warm: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt": list(ids), "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    if plan.history is not None and not warm:
+        body["synthetic_history"] = {"seed": plan.history.seed, "rows": plan.history.rows}
+    return body
+
+
+async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Callable[[int], None]) -> AnswerReader:
+    """Stream one completion to its end. Raises RunFailed; BadSetting when the server says that it can never be served."""
+    reader, events = AnswerReader(time.perf_counter()), Events()
+    async with client.post("/v1/completions", json=body) as response:
+        if response.status != 200:
+            said = (await response.text())[:300]
+            if response.status in (400, 413):
+                raise BadSetting(f"the server refuses these settings: {said}")
+            raise RunFailed(f"the server answered {response.status}: {said}")
+        async for piece in response.content.iter_any():
+            at_s = time.perf_counter()
+            for payload in events.feed(piece):
+                reader.take(at_s, payload)
+            watch(reader.tokens)
+    return reader
+
+
+async def _counts(client: aiohttp.ClientSession) -> dict[str, int]:
+    async with client.get("/statistics") as response:
+        if response.status != 200:
+            raise RunFailed(f"/statistics answered {response.status}: {(await response.text())[:300]}")
+        found = await response.json()
+        return {name: found[name] for name in _COUNTS}
+
+
+def _ignore(tokens: int) -> None:
+    del tokens
+
+
+class Runs:
+    """Makes the runs of one plan in order."""
+
+    def __init__(self, plan: Plan, start: Start, watch: Watch) -> None:
+        self._plan = plan
+        self._start = start
+        self._watch = watch
+        self.prompt: PromptIds | None = None  # known from the first run on
+
+    async def all(self) -> list[Pair]:
+        """Every pair, also those with a run that failed. Raises what starting a server raises, and BadSetting."""
+        found: list[Pair] = []
+        for null, arms in order(self._plan.pairs, self._plan.null_pairs):
+            number = 1 + sum(pair.null == null for pair in found)
+            first, second = [await self._run(arm, f"{'null ' if null else ''}pair {number}, {arm}") for arm in arms]
+            found.append(Pair(number, null, (first, second)))
+        return found
+
+    async def _run(self, arm: Arm, title: str) -> Run:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S)
+        async with self._start(arm) as address, aiohttp.ClientSession(address, timeout=timeout, trust_env=False) as client:
+            try:
+                run = await self._measure(client, arm, title)
+            except (RunFailed, aiohttp.ClientError, TimeoutError) as error:
+                run = Run(arm, error=f"{error}" or type(error).__name__)
+        if run.error:
+            log.error("gate.run_failed", run=title, error=run.error)
+        else:
+            log.info("gate.run_finished", run=title, tokens_per_second=round(run.tokens_per_second, 3), sha256=run.sha256[:16])
+        return run
+
+    async def _measure(self, client: aiohttp.ClientSession, arm: Arm, title: str) -> Run:
+        plan = self._plan
+        if self.prompt is None:
+            self.prompt = await prompt_ids(client, plan)
+        ids = self.prompt.ids
+        if plan.warmup_tokens:  # whatever it fails with, the measured request would too
+            await _ask(client, _body(ids[:_WARMUP_PROMPT_TOKENS], plan.warmup_tokens, plan, warm=True), _ignore)
+        before = await _counts(client)
+        read = await _ask(client, _body(ids, plan.new_tokens, plan, warm=False), lambda done: self._watch(title, done, plan.new_tokens))
+        after = await _counts(client)
+        answer = read.answer(plan.new_tokens)
+        if answer.prompt_token_ids[-len(ids) :] != ids:
+            raise RunFailed("the server answered another prompt than the one it was sent")
+        return Run(
+            arm=arm, sha256=answer.sha256, tokens_per_second=answer.tokens_per_second, prompt_tokens=answer.prompt_tokens,
+            completion_tokens=len(answer.token_ids), first_event_tokens=answer.first_event_tokens, first_token_s=answer.first_token_s,
+            decode_s=answer.decode_s, hits=after["hits"] - before["hits"], misses=after["misses"] - before["misses"],
+            ring_reads=after["ring_reads"] - before["ring_reads"],
+        )  # fmt: skip
