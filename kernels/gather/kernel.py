@@ -201,4 +201,5 @@ COMPILE = [
     (_fetch_misses, _FETCH),
     (_gather_round, {**_ROUND, "PREFETCHED": False}),
     (_gather_round, {**_ROUND, "PREFETCHED": True}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True, "PICKS": 2047}),  # tiles that cross rows
 ]

@@ -47,7 +47,7 @@ def _locate_new(
     pages = tl.load(fields + PAGES, mask=live, other=0).to(INT64) + layer * tl.load(fields + PAGES_MAX, mask=live, other=0)
     page = tl.load(pages + position // P_KEYS, mask=live, other=0)
     key = tl.where(page != 0, page + position % P_KEYS * KEY_BYTES, 0)
-    tl.store(page_out + layer * rows.to(tl.int64) + row, key, mask=wanted)
+    tl.store(page_out + layer.to(tl.int64) * rows + row, key, mask=wanted)
     if layer == 0:
         ring = tl.load(fields + RING, mask=live, other=0)
         resident = live & (ring == 0)
@@ -114,7 +114,9 @@ _FIELDS = TableLayout(22).fields
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": _FIELDS, "ROW_BYTES": 656}
 _NEW = {"positions": "*i64", "row_out": "*i64", "key_out": "*i64", "page_out": "*i64", "rows": "i32", "TILE": NEW_TILE}
 _PLAN = dict.fromkeys(("selection", "chosen", "slot", "fill", "miss"), "*i32") | {"source": "*i64", "miss_source": "*i64"}
+_NEW_AT = {"BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "KEY_BYTES": 256}
 COMPILE = [
-    (_locate_new, {**_TABLE, **_NEW, "BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "KEY_BYTES": 256}),
+    (_locate_new, {**_TABLE, **_NEW, **_NEW_AT}),
+    (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "rows": 1}),  # Triton makes a constant of an argument that is 1
     (_locate_resident, {**_TABLE, **_PLAN, "misses": "*i64", "picks_all": "i32", "PICKS": 2048, "TILE": PICKS_TILE}),
 ]

@@ -345,13 +345,16 @@ def unmap_from(table: Tensor, table_layout: TableLayout, place: int, position: i
 _FIELDS = TableLayout(22).fields
 _MAPS = {"table": "*i64", "place_of": "*i32", "selection": "*i32", "fill": "*i32", "first_field": "i32", "FIELDS": _FIELDS, "PICKS": 2048}
 _PLAN = {**_MAPS, "miss": "*i32", "source": "*i64", "miss_source": "*i64", "scratch": "*i32"}
+_LOOK_UP = {**_PLAN, "mirrored": "*i64", "slot": "*i32", "ROW_BYTES": 656, "BLOCK_BYTES": 3636736, "BLOCK": PICKS_TILE}
+_SETTLE = {**_PLAN, "misses": "*i64", "BLOCK": SETTLE_TILE_MAX, "num_warps": 8}
+_BEGIN = {"table": "*i64", "FIELDS": _FIELDS, "BLOCK": PLACES_TILE}
 COMPILE = [
-    (_begin, {"table": "*i64", "places": "i32", "FIELDS": _FIELDS, "BLOCK": PLACES_TILE}),
-    (
-        _look_up,
-        {**_PLAN, "rows_all": "i32", "mirrored": "*i64", "slot": "*i32", "ROW_BYTES": 656, "BLOCK_BYTES": 3636736, "BLOCK": PICKS_TILE},
-    ),
-    (_settle, {**_PLAN, "misses": "*i64", "rows": "i32", "BLOCK": SETTLE_TILE_MAX, "ROWS_PADDED": 64, "num_warps": 8}),
+    (_begin, {**_BEGIN, "places": "i32"}),
+    (_begin, {**_BEGIN, "places": 1}),  # Triton makes a constant of an argument that is 1
+    (_look_up, {**_LOOK_UP, "rows_all": "i32"}),
+    (_look_up, {**_LOOK_UP, "rows_all": 1}),
+    (_settle, {**_SETTLE, "rows": "i32", "ROWS_PADDED": 64}),
+    (_settle, {**_SETTLE, "rows": 1, "ROWS_PADDED": 1}),
     (_clear, {**{name: _MAPS[name] for name in _MAPS if name != "selection"}, "BLOCK": PICKS_TILE}),
     (_unmap, {"slot_of": "*i32", "position_of": "*i32", "slots": "i32", "position": "i32", "BLOCK": UNMAP_TILE}),
     (_unmap_place, {"fields": "*i64", "position": "i32", "FIRST": TableField.GROUPS, "STRIDE": GROUP_FIELDS, "BLOCK": UNMAP_TILE}),

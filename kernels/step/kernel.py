@@ -122,9 +122,12 @@ def advance(table: Tensor, place_of: Tensor, tokens: Tensor, bad_layer: Tensor) 
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": TableLayout(22).fields}
 _HIDDEN = {**_TABLE, "positions": "*i64", "WIDTH": 6144, "ALIGNED": 16, "TILE": HIDDEN_TILE}
 _INPUTS = {"positions": "*i64", "tokens": "*i64", "mirrored": "*i64", "rows": "i32", "places": "i32", "TILE": ROWS_TILE}
+_OUTPUTS = {"tokens": "*i64", "bad_layer": "*i64", "rows": "i32", "TILE": ROWS_TILE}
 COMPILE = [
     (_snapshot, {**_TABLE, **_INPUTS}),
+    (_snapshot, {**_TABLE, **_INPUTS, "rows": 1, "places": 1}),  # Triton makes a constant of an argument that is 1
     (_load_hidden, {**_HIDDEN, "out": "*fp32"}),
     (_store_hidden, {**_HIDDEN, "hidden": "*fp32"}),
-    (_advance, {**_TABLE, "tokens": "*i64", "bad_layer": "*i64", "rows": "i32", "TILE": ROWS_TILE}),
+    (_advance, {**_TABLE, **_OUTPUTS}),
+    (_advance, {**_TABLE, **_OUTPUTS, "rows": 1}),
 ]
