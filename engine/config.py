@@ -31,6 +31,7 @@ class EngineConfig:
     index_key_format: Literal["auto", "bf16", "f32"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
     load_format: Literal["auto", "random"] = "auto"
+    force_miss_rate: float = 0.0  # for measuring: share of a decode step's picks that is new; 0: the model's own picks
 
     def __post_init__(self) -> None:
         at_least = {
@@ -40,6 +41,8 @@ class EngineConfig:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise BadSetting(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if not 0 <= self.force_miss_rate <= 1:
+            raise BadSetting(f"force_miss_rate must be between 0 and 1, not {self.force_miss_rate}")
         if self.draft_depth != 0:
             raise BadSetting("draft_depth must be 0: drafting is not built yet; MTP rows are kept all the same")
         if self.load_format == "random":

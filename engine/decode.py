@@ -196,6 +196,8 @@ class DecodeStep:
         stage, plan = self._stage, self._plans[group]
         query, head_weights = stage.model.layers[full].full_indexer.index_query(self._u, self._qr, self._cos, self._sin)
         select_places(table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection)
+        if stage.forced is not None:
+            stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
 
     def _fetch(self, group: int, layers: tuple[int, ...]) -> None:

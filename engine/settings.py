@@ -83,6 +83,17 @@ def parse_decimal(text: str) -> float:
     return value
 
 
+def parse_share(text: str) -> float:
+    """A share, from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("a share from 0 to 1") from None
+    if not 0 <= value <= 1:
+        raise ValueError("a share from 0 to 1")
+    return value
+
+
 def parse_switch(text: str) -> bool:
     """true or false, 1 or 0."""
     if text.lower() in ("true", "1"):
@@ -159,6 +170,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("index_key_format", "engine.index_key_format", _KEY_FORMAT, "auto|bf16|f32", "how index keys are stored"),
         ("latent_norm_eps", "engine.latent_norm_eps", parse_decimal, "X", "epsilon of the latent norms; some servers use 1e-5"),
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),
+        ("force_miss_rate", "engine.force_miss_rate", parse_share, "SHARE", "for measuring: made-up selections, this share of them new"),
         ("host", "server.host", parse_text, "ADDRESS", "address to listen on"),
         ("port", "server.port", parse_integer, "N", "port to listen on; 0: any free one"),
         ("api_key", "server.api_key", parse_text, "KEY", "key that requests must carry; a file does not show in a list of processes"),

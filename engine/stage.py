@@ -12,6 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import NotAdmitted
+from engine.forced import ForcedSelection
 from engine.model.glm import Model
 from kernels.layout import BlockLayout, TableLayout
 from memory.arena import Arena
@@ -63,6 +64,7 @@ class Stage:
     rounds: Rounds
     copyback: Copyback
     append_rows: int  # rows of the longest append chunk
+    forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
 
     @property
     def mtp_layer(self) -> int:
@@ -109,4 +111,5 @@ def open_stage(
     return Stage(
         model=model, first_layer=model.first_layer, layout=layout, table_layout=table_layout, main_groups=main_groups, streams=streams,
         arena=arena, pool=pool, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback, append_rows=config.append_chunk_rows,
+        forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
     )  # fmt: skip
