@@ -1,16 +1,19 @@
 """Absorbed latent attention over a selection: queries against latent and rotary key, result in latent space.
 
 Row-invariant: see `kernels`. `sparse_mla` reads rows that a gather brought; `sparse_mla_indexed` reads a history laid out by position,
-for appends, and gives the same bits. Refused: a smaller k while the history is short (a product's shape would follow the length), and a
-batched product over rows (its shape would follow their number).
+for appends, and gives the same bits. `sparse_mla_packed` and `sparse_mla_addresses` do the same over packed rows, in a compact buffer or
+wherever each lies, which a device dequantises in registers. Refused: a smaller k while the history is short (a product's shape would
+follow the length), and a batched product over rows (its shape would follow their number).
 """
 
 import torch
 from torch import Tensor
 
+from kernels.layout import RowLayout
+from kernels.place import on_cpu
 from kernels.sparse_mla import reference
 
-__all__ = ["sparse_mla", "sparse_mla_indexed"]
+__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed"]
 
 
 def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
@@ -26,7 +29,11 @@ def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: T
     """
     _check(query_latent, query_rope, latent, rope, selection)
     assert latent.shape[:2] == selection.shape, f"{tuple(selection.shape)} picks, rows {tuple(latent.shape)}"
-    return reference.sparse_mla(query_latent, query_rope, latent, rope, selection, scale)
+    if on_cpu("sparse_mla", query_latent):
+        return reference.sparse_mla(query_latent, query_rope, latent, rope, selection, scale)
+    from kernels.sparse_mla import kernel
+
+    return kernel.sparse_mla(query_latent, query_rope, latent, rope, selection, scale)
 
 
 def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
@@ -38,11 +45,51 @@ def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor,
     """
     _check(query_latent, query_rope, latent, rope, selection)
     assert latent.dim() == 2, f"a history is [positions, latent], not {tuple(latent.shape)}"
-    return reference.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
+    if on_cpu("sparse_mla_indexed", query_latent):
+        return reference.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
+    from kernels.sparse_mla import kernel
+
+    return kernel.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
+
+
+def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, selection: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    """Attend to packed rows, with the values that `unpack_rows` gives them.
+
+    rows       [rows, k, row_bytes]      uint8  gathered: the row of each pick
+            or [positions, row_bytes]    uint8  a history by position
+    All else as in `sparse_mla`; an unused pick's bytes may be anything.
+    """
+    _check_packed(query_latent, query_rope, layout)
+    assert rows.shape[-1] == layout.row_bytes, f"rows of {rows.shape[-1]} bytes, not {layout.row_bytes}"
+    assert rows.is_contiguous(), "rows are not contiguous"
+    assert rows.dim() == 2 or rows.shape[:2] == selection.shape, f"{tuple(selection.shape)} picks, rows {tuple(rows.shape)}"
+    if on_cpu("sparse_mla_packed", query_latent):
+        return reference.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
+    from kernels.sparse_mla import kernel
+
+    return kernel.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
+
+
+def sparse_mla_addresses(query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    """Attend to packed rows where they lie: hot slot, ring, or registered RAM.
+
+    addresses  [rows, k]  int64  of each pick's packed row, multiples of 16; 0: unused
+    All else as in `sparse_mla`.
+    """
+    _check_packed(query_latent, query_rope, layout)
+    if on_cpu("sparse_mla_addresses", query_latent):
+        return reference.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale)
+    from kernels.sparse_mla import kernel
+
+    return kernel.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale)
+
+
+def _check_packed(query_latent: Tensor, query_rope: Tensor, layout: RowLayout) -> None:
+    assert query_latent.shape[2] == layout.latent, f"queries are {query_latent.shape[2]} wide, rows {layout.latent}"
+    assert query_rope.shape[2] == layout.rope, f"rotary queries are {query_rope.shape[2]} wide, keys {layout.rope}"
 
 
 def _check(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor) -> None:
-    assert query_latent.device.type == "cpu", f"sparse_mla has no kernel for {query_latent.device.type}"
     assert latent.dtype == rope.dtype == torch.float32, f"rows are {latent.dtype} and {rope.dtype}"
     assert query_latent.shape[2] == latent.shape[-1], f"queries are {query_latent.shape[2]} wide, rows {latent.shape[-1]}"
     assert query_rope.shape[2] == rope.shape[-1], f"rotary queries are {query_rope.shape[2]} wide, keys {rope.shape[-1]}"

@@ -1,4 +1,4 @@
-"""Absorbed MLA over the selected rows, one query row at a time over exactly k picks. Knows no positions' meaning, no packed rows.
+"""Absorbed MLA over the selected rows, one query row at a time over exactly k picks. Knows no positions' meaning.
 
 Invariants:
 1. Every query row runs the same shapes, [heads, latent] by [k, latent], however few of its picks are used.
@@ -9,9 +9,12 @@ Invariants:
 import torch
 from torch import Tensor
 
+from kernels.address import rows_at
+from kernels.layout import RowLayout
+from kernels.quantize.reference import unpack_rows
 from kernels.tile import empty_tiles
 
-__all__ = ["sparse_mla", "sparse_mla_indexed"]
+__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed"]
 
 
 def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
@@ -25,6 +28,21 @@ def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: T
 def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
     """Attend to rows of one history, read by position; see the package page."""
     return _attend(query_latent, query_rope, latent, rope, selection.long(), scale)
+
+
+def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, selection: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    """Unpack, then attend; see the package page."""
+    attend = sparse_mla if rows.dim() == 3 else sparse_mla_indexed
+    return attend(query_latent, query_rope, *unpack_rows(rows, layout), selection, scale)
+
+
+def sparse_mla_addresses(query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    """Copy rows from their addresses, then attend; see the package page."""
+    rows = torch.zeros((*addresses.shape, layout.row_bytes), dtype=torch.uint8)
+    used = addresses != 0
+    rows[used] = rows_at(addresses[used], layout.row_bytes)
+    selection = torch.where(used, 0, -1)
+    return sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
 
 
 def _attend(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, places: Tensor, scale: float) -> Tensor:
