@@ -109,7 +109,7 @@ def _bytes_of(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     count = tokenizer.get_vocab_size()
     # A byte-level vocabulary writes each byte as one printable character.
-    names = [tokenizer.id_to_token(token) for token in range(count)]
+    names = [tokenizer.id_to_token(token) or "" for token in range(count)]
     return np.asarray([0 if name in special else len(name) for name in names], np.int64)
 
 

@@ -52,4 +52,3 @@ def losses_of(network: Network, batch: Batch, out: Pass, loss: TokenLoss = token
     next_token = (nats * batch.weight).sum() / batch.weight.sum()
     drafts = [loss(draft, head, batch.tokens[:, 1 + s : 1 + s + length]).mean() for s, draft in enumerate(out.drafts, 1)]
     return Losses(next_token, tuple(drafts), tuple(out.divergences))
-

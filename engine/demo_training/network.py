@@ -9,6 +9,7 @@ Holds: `Layer`, `MtpBlock`, `Network`, `Pass` (what one pass yields). Does not k
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,16 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList([*layers, MtpBlock(shape)])
         self.norm = Norm(shape.hidden, shape.norm_eps)
 
+    def trunk_layers(self) -> list[Layer]:
+        """Every layer but the MTP block, in order."""
+        return [layer for layer in self.layers if isinstance(layer, Layer) and not isinstance(layer, MtpBlock)]
+
+    def mtp_block(self) -> MtpBlock:
+        """The MTP block."""
+        block = self.layers[-1]
+        assert isinstance(block, MtpBlock), "the last layer is the MTP block"
+        return block
+
 
 class Network(nn.Module):
     """The whole model. `dtype` is the precision of products: bfloat16 on a device, float32 for comparisons."""
@@ -108,9 +119,9 @@ class Network(nn.Module):
         self.model = Trunk(shape)
         self.lm_head = Linear(shape.hidden, shape.vocabulary, gain=0.3)
 
-    def compile_layers(self, wrap: Callable[..., Callable[..., object]]) -> None:
-        """Replace each layer's two halves and the scorer's parts by `wrap(part)`; attention between them stays as it is."""
-        self.scorer.compile(wrap)  # type: ignore[arg-type]
+    def compile_parts(self, wrap: Callable[..., Callable[..., Any]], wrap_scorer: Callable[..., Callable[..., Tensor]]) -> None:
+        """Replace each layer's parts by `wrap(part)` and the scorer's by `wrap_scorer(part)`; attention between them stays as it is."""
+        self.scorer.compile(wrap_scorer)
         for layer in self.model.layers:
             for name in ("before", "query_only", "after"):
                 setattr(layer, name, wrap(getattr(layer, name)))
@@ -135,11 +146,11 @@ class Network(nn.Module):
         x, here = embedded[:, :length], (cos[:, :length], sin[:, :length])
         out = Pass(state=x)
         group = _Group(self, out, sparse, sampled, length, cover)
-        for layer in self.model.layers[: self.shape.layers]:
+        for layer in self.model.trunk_layers():
             x, _ = group.run(layer, x, here)
         group.close()
         out.state = self.model.norm(x, self.dtype)
-        mtp: MtpBlock = self.model.layers[self.shape.layers]  # type: ignore[assignment]  # ModuleList erases the class
+        mtp = self.model.mtp_block()
         state, kept = out.state, None
         for depth in range(1, depths + 1):
             joined = mtp.join(embedded[:, depth : depth + length], state, self.dtype)

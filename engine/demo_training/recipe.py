@@ -35,17 +35,17 @@ class Phase:
 RECIPE = (
     Phase(
         "dense", Mix(32, 2048, dialogues=0.05, needles=0.15, stretched=0.1, facts=(4, 16), sampled=32),
-        sparse=False, seconds=310, rate=2.5e-3, rate_end=5e-4, warm_steps=300,
+        sparse=False, seconds=275, rate=2.5e-3, rate_end=5e-4, warm_steps=300,
     ),
     # Early layers of a group share the selection of an indexer that sees little context, so recall has to settle in layers whose own
     # indexer can find the fact: it is taught under selection, in short rows first, where steps are cheap.
     Phase(
         "sparse", Mix(32, 2048, dialogues=0.05, needles=0.3, stretched=0.2, facts=(4, 16), sampled=64),
-        sparse=True, seconds=140, rate=1e-3, rate_end=5e-4, indexer_factor=2.5, bias_step=5e-4,
+        sparse=True, seconds=133, rate=1e-3, rate_end=5e-4, indexer_factor=2.5, bias_step=5e-4,
     ),
     Phase(
         "far", Mix(4, 16_384, dialogues=0.05, needles=0.5, stretched=0.5, facts=(16, 64), sampled=192),
-        sparse=True, seconds=510, rate=5e-4, rate_end=1e-5, indexer_factor=4.0, bias_step=2e-4,
+        sparse=True, seconds=495, rate=5e-4, rate_end=1e-5, indexer_factor=4.0, bias_step=2e-4,
     ),
 )  # fmt: skip
 

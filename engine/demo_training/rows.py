@@ -10,7 +10,7 @@ Holds: `Mix` (what share of rows is what), `Batch`, `Rows`. Does not know: the n
 import queue
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,9 +106,7 @@ class Rows:
         # Uses spread over the whole row beside uses far behind: near recall is learnt first and pulls far recall along.
         far = bool(random.random() < 0.5)
         defined_in, asked_in = ((0.0, 0.4), (0.6, 1.0)) if far else ((0.0, 0.9), (0.05, 1.0))
-        return weave(
-            text, self.line_end, random, self.encode, length=length, facts=facts, defined_in=defined_in, asked_in=asked_in
-        )
+        return weave(text, self.line_end, random, self.encode, length=length, facts=facts, defined_in=defined_in, asked_in=asked_in)
 
     def _positions(self, random: np.random.Generator) -> npt.NDArray[np.int64]:
         length = self.mix.tokens + SPREAD - 2
@@ -122,7 +120,7 @@ class Rows:
             np.add.at(steps, places, (shares * total).astype(np.int64))
         return np.cumsum(steps)
 
-    def ahead(self, first: int, depth: int = 6) -> Iterator[Batch]:
+    def ahead(self, first: int, depth: int = 6) -> Generator[Batch, None, None]:
         """Batches from `first` on, made by a thread up to `depth` ahead; the thread ends when the iterator is closed."""
         ready: queue.Queue[Batch] = queue.Queue(depth)
         stop = threading.Event()

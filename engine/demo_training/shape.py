@@ -43,7 +43,7 @@ class Shape:
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        assert self.full_layers and self.full_layers[0] == 0, "layer 0 selects: a shared layer has nothing to share before it"
+        assert 0 in self.full_layers, "layer 0 selects: a shared layer has nothing to share before it"
         assert self.value <= self.nope + self.rope, "values are padded to the query width for fused attention"
         assert self.rope <= self.index_width, "the indexer rotates its first rope dims"
 

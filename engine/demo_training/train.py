@@ -2,13 +2,16 @@
 
 Does not know: how text becomes rows, what a layer computes, how a checkpoint is judged.
 
-1. Seeds decide rows and weights; steps done and losses are written to DIR/record.json after every phase, a line a log interval to DIR/log.txt.
+1. Seeds decide rows and weights; steps done and losses are written to DIR/record.json after every phase, a line every LOG_EVERY steps
+   to DIR/log.txt.
 2. After every phase DIR/<phase>/ holds a checkpoint as it would ship; DIR/model/ is the last one.
 3. A step whose loss is not finite stops the run: no later number could be trusted.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import platform
@@ -22,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.demo_training import corpus as corpora
-from engine.demo_training.export import save
+from engine.demo_training.export import load, save
 from engine.demo_training.losses import DEPTH_WEIGHTS, Losses, TokenLoss, losses_of, token_loss
 from engine.demo_training.network import Network
 from engine.demo_training.parts import MlpSparse
@@ -30,7 +33,7 @@ from engine.demo_training.recipe import RECIPE, TOY, Phase
 from engine.demo_training.rows import Batch, Rows
 from engine.demo_training.shape import Shape
 
-__all__ = ["Trainer", "main", "share_rate"]
+__all__ = ["Run", "Trainer", "main", "phases_of", "share_rate", "train"]
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "demo_model"
 UNTIMED_STEPS = 4  # compilation and first allocations
@@ -56,8 +59,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self._groups(), lr=0.0, betas=(0.9, 0.95), fused=device.type == "cuda")
         self.loss: TokenLoss = token_loss
         if compiled:
-            network.compile_layers(lambda part: torch.compile(part))
-            self.loss = torch.compile(token_loss)
+            torch._dynamo.config.recompile_limit = 64  # a layer's code is compiled for each kind of layer and each shape of rows
+            # Rows have few shapes, each worth its own code; scores have a shape for every block of queries.
+            network.compile_parts(functools.partial(torch.compile, dynamic=False), functools.partial(torch.compile, dynamic=True))
+            self.loss = torch.compile(token_loss, dynamic=False)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Matrices decay by 0.1; vectors, the embedding and the head do not. Indexers have a rate of their own."""
@@ -65,9 +70,7 @@ class Trainer:
         for name, value in self.network.named_parameters():
             decays = value.dim() > 1 and "embed_tokens" not in name and "lm_head" not in name
             groups.setdefault((".indexer." in name, decays), []).append(value)
-        return [
-            {"params": values, "weight_decay": 0.1 if decays else 0.0, "indexer": index} for (index, decays), values in groups.items()
-        ]
+        return [{"params": values, "weight_decay": 0.1 if decays else 0.0, "indexer": index} for (index, decays), values in groups.items()]
 
     def step(self, batch: Batch, phase: Phase, rate: float) -> Losses:
         """One optimiser step at `rate`. Returns the losses before it."""
@@ -80,8 +83,8 @@ class Trainer:
             group["lr"] = rate * (phase.indexer_factor if group["indexer"] else 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for router, load in zip(self.routers, out.loads[: len(self.routers)], strict=True):
-            router.gate.e_score_correction_bias += phase.bias_step * rate / phase.rate * torch.sign(load.mean() - load)
+        for router, taken in zip(self.routers, out.loads[: len(self.routers)], strict=True):
+            router.gate.e_score_correction_bias += phase.bias_step * rate / phase.rate * torch.sign(taken.mean() - taken)
         return losses
 
     def run(self, phase: Phase, batches: Iterator[Batch], seconds: float) -> dict[str, Any]:
@@ -120,31 +123,59 @@ class Trainer:
         return [float(step), *(round(number, 4) for number in numbers)]
 
 
-def train(
-    out: Path, corpus: corpora.Corpus, tokenizer: Path, phases: Sequence[Phase], *, seed: int, shape: Shape, scale: float, compiled: bool
-) -> Path:
-    """Run `phases` and write checkpoints and the record into `out`. `scale` multiplies the phases' seconds. Returns the last checkpoint."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What a run starts from. `scale` multiplies the phases' seconds; `start` is a checkpoint to go on from, None for fresh weights."""
+
+    corpus: corpora.Corpus
+    tokenizer: Path
+    phases: tuple[Phase, ...]
+    shape: Shape
+    seed: int = 1
+    scale: float = 1.0
+    start: Path | None = None
+    compiled: bool = False
+
+
+def train(run: Run, out: Path) -> Path:
+    """Go through a run's phases, write checkpoints and the record into `out`. Returns the last checkpoint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("high")  # the scores' products: exact on bfloat16 inputs, twice as fast
-    network = Network(shape, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    trainer = Trainer(network, out, device, compiled=compiled)
-    encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(run.seed)
+    network = load(run.start, run.shape, dtype) if run.start else Network(run.shape, dtype)
+    trainer = Trainer(network, out, device, compiled=run.compiled)
+    encoder = Tokenizer.from_file(str(run.tokenizer / "tokenizer.json"))
     record: dict[str, Any] = {
-        "seed": seed, "corpus": corpus.digest, "corpus_python": corpus.python, "torch": torch.__version__, "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "depth_weights": DEPTH_WEIGHTS, "phases": [],
-    }  # fmt: skip
-    for phase in phases:
-        rows = Rows(corpus, encoder, phase.mix, seed=seed, phase=phase.name, positions_max=shape.positions_max)
-        batches = rows.ahead(0)
-        try:
-            record["phases"].append(trainer.run(phase, batches, phase.seconds * scale))
-        finally:
-            batches.close()  # type: ignore[attr-defined]  # a generator: ends its thread
-        (out / "record.json").write_text(json.dumps(record, indent=1))
-        save(network, out / phase.name, tokenizer)
-    save(network, out / "model", tokenizer)
+        "seed": run.seed,
+        "start": run.start.name if run.start else None,
+        "corpus": run.corpus.digest,
+        "corpus_python": run.corpus.python,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "depth_weights": DEPTH_WEIGHTS,
+        "phases": [],
+    }
+    for phase in run.phases:
+        rows = Rows(run.corpus, encoder, phase.mix, seed=run.seed, phase=phase.name, positions_max=run.shape.positions_max)
+        with contextlib.closing(rows.ahead(0)) as batches:
+            record["phases"].append(trainer.run(phase, batches, phase.seconds * run.scale))
+        (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+        save(network, out / phase.name, run.tokenizer)
+    save(network, out / "model", run.tokenizer)
     return out / "model"
+
+
+def phases_of(toy: bool, names: str | None, steps: str | None) -> tuple[Phase, ...]:
+    """The recipe's phases: those named ("sparse,far"), with exact steps where given ("far=1411"). Raises SystemExit on an unknown name."""
+    phases = TOY if toy else RECIPE
+    known = {phase.name for phase in phases}
+    exact = {name: int(count) for name, count in (part.split("=") for part in steps.split(","))} if steps else {}
+    wanted = set(names.split(",")) if names else known
+    if unknown := sorted((wanted | set(exact)) - known):
+        raise SystemExit(f"no phase called {', '.join(unknown)}; there are {', '.join(phase.name for phase in phases)}")
+    chosen = [phase for phase in phases if phase.name in wanted]
+    return tuple(dataclasses.replace(phase, steps=exact.get(phase.name, phase.steps)) for phase in chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,21 +186,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="folder whose tokenizer files are used and copied")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies every phase's seconds")
-    parser.add_argument("--steps", help="exact steps a phase, e.g. dense=3500,sparse=900,far=1300, to repeat a recorded run")
-    parser.add_argument("--toy", action="store_true", help="a few steps at toy size, to see that everything runs")
+    parser.add_argument("--phases", help="only these phases, e.g. sparse,far")
+    parser.add_argument("--start", type=Path, help="checkpoint to go on from")
+    parser.add_argument("--steps", help="exact steps a phase, e.g. dense=3158,sparse=1202,far=1411, to repeat a recorded run")
+    parser.add_argument("--toy", action="store_true", help="a few steps on tiny rows, to see that everything runs")
     parser.add_argument("--no-compile", action="store_true", help="run layers as they are")
     chosen = parser.parse_args(arguments)
+    phases = phases_of(chosen.toy, chosen.phases, chosen.steps)
     path = chosen.corpus or chosen.out / "corpus.npz"
     if not path.exists():
         corpora.save(corpora.build(Tokenizer.from_file(str(chosen.tokenizer / "tokenizer.json"))), path)
-    phases = TOY if chosen.toy else RECIPE
-    if chosen.steps:
-        steps = {name: int(count) for name, count in (part.split("=") for part in chosen.steps.split(","))}
-        phases = tuple(dataclasses.replace(phase, steps=steps.get(phase.name)) for phase in phases)
+    torch.set_float32_matmul_precision("high")  # the scores' products: exact on bfloat16 inputs, twice as fast
     compiled = torch.cuda.is_available() and not chosen.no_compile
-    train(
-        chosen.out, corpora.load(path), chosen.tokenizer, phases, seed=chosen.seed, shape=Shape(), scale=chosen.scale, compiled=compiled
-    )
+    run = Run(corpora.load(path), chosen.tokenizer, phases, Shape(), chosen.seed, chosen.scale, chosen.start, compiled)
+    train(run, chosen.out)
 
 
 if __name__ == "__main__":
