@@ -1,0 +1,83 @@
+"""`forebay tape`: recorded runs, and the search for orders of events that break something."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import structlog
+from rich.console import Console
+
+from engine import logs
+from engine.commands.command import Command, Invocation
+from engine.commands.display import Bar
+from engine.errors import BadSetting
+from engine.settings import nearest, parse_integer
+
+__all__ = ["COMMAND"]
+
+log = structlog.get_logger()
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """One subcommand each for what can be done."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    search = actions.add_parser("search", help="run scenarios under many seeds; exit 1 and the smallest failing seed's tape on a finding")
+    search.add_argument("--seeds", metavar="N", default="200", help="how many (default: 200)")
+    search.add_argument("--scenario", metavar="NAME", action="append", help="only this one; may be given more than once")
+    search.add_argument("--out", metavar="DIR", default=".", help="where a failing seed's tape goes (default: here)")
+    search.add_argument("--list", dest="list_scenarios", action="store_true", help="print the names of the scenarios and end")
+
+
+def _search(invocation: Invocation) -> int:
+    """Returns 1 when a seed fails, else 0."""
+    # Imported here: torch takes seconds to import, and no other action needs the scenarios.
+    from engine.search.hunt import SCENARIOS, hunt, record
+
+    options, console = invocation.options, Console(file=sys.stderr, highlight=False)
+    known = [scenario.name for scenario in SCENARIOS]
+    if options.get("list_scenarios"):
+        print("\n".join(known))
+        return 0
+    asked = options.get("scenario")
+    names = [str(name) for name in asked] if isinstance(asked, list) else []
+    for name in names:
+        if name not in known:
+            raise BadSetting(f"--scenario: no scenario {name!r}{nearest(name, known)}; --list names them")
+    directory = Path(str(options["out"]))
+    if not directory.is_dir():
+        raise BadSetting(f"--out: {directory} is not a directory")
+    with Bar("searching", "search.running", "seeds", console) as bar:
+        outcome = hunt(_seeds(options.get("seeds")), names, progress=bar.update)
+    speed = f"{outcome.seeds:,} seeds in {outcome.seconds:.0f} s, {outcome.seeds / outcome.seconds:.1f} seeds/s"
+    if outcome.finding is None:
+        console.print(f"{speed}: nothing found")
+        return 0
+    path = directory / f"{outcome.finding.scenario.replace(' ', '-')}-{outcome.finding.seed}.tape"
+    again = record(outcome.finding, path)
+    console.print(f"{speed}: found\n{outcome.finding}", markup=False)
+    if again != outcome.finding:
+        console.print(f"run again in a fresh process: {again or 'nothing found'}", markup=False)
+    console.print(f"tape: {path}", markup=False)
+    return 1
+
+
+def _seeds(text: object) -> int:
+    try:
+        seeds = parse_integer(str(text))
+    except ValueError as error:
+        raise BadSetting(f"--seeds must be {error}, not {text!r}") from None
+    if seeds < 1:
+        raise BadSetting(f"--seeds must be at least 1, not {seeds}")
+    return seeds
+
+
+_ACTIONS = {"search": _search}
+
+
+def run(invocation: Invocation) -> int:
+    """Returns the action's exit code. Raises ForebayError."""
+    logs.configure(invocation.settings.server.log_format)
+    return _ACTIONS[str(invocation.options["action"])](invocation)
+
+
+COMMAND = Command("tape", "search for orders of events that break something", configure, run)
