@@ -117,11 +117,11 @@ def splits_of(tiles: int, width: int, tile_width: int) -> int:
     return max(splits for splits in range(1, most + 1) if steps % splits == 0)
 
 
-def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
-    """x [rows, heads, width] by weight [heads, outputs, width], any strides: [rows, heads, outputs] in x's dtype."""
+def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [rows, heads, width] by weight [heads, outputs, width], any strides: [rows, heads, outputs] in `dtype`."""
     rows, heads, width = x.shape
     outputs = weight.shape[1]
-    out = torch.empty((rows, heads, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, heads, outputs), dtype=dtype, device=x.device)
     tile_outputs, tile_width = tile_of(x.dtype, weight.dtype)
     tiles = heads * triton.cdiv(outputs, tile_outputs)
     splits = splits_of(tiles, width, tile_width)
@@ -141,15 +141,15 @@ def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None) -> Tensor:
     return out
 
 
-def linear(x: Tensor, weight: Tensor | BlockFp8) -> Tensor:
-    """See the package page."""
+def linear(x: Tensor, weight: Tensor | BlockFp8, dtype: torch.dtype | None = None) -> Tensor:
+    """See the package page; the result is `dtype`, or x's."""
     values, scales = (weight.values, weight.scales) if isinstance(weight, BlockFp8) else (weight, None)
-    return _heads_product(x[:, None], values[None], scales)[:, 0]
+    return _heads_product(x[:, None], values[None], scales, dtype or x.dtype)[:, 0]
 
 
 def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
     """See the package page."""
-    return _heads_product(x, weight, None)
+    return _heads_product(x, weight, None, x.dtype)
 
 
 assert TILE_WIDTH == FP8_BLOCK, "a step over the width is one scale block"

@@ -2,16 +2,19 @@
 
 Choices kept: the router's bias steers the choice only and never the weights; dropped groups get -inf, not 0 (biases may be negative).
 The shared expert is a `gated_mlp` of its own that the model adds: no gate, no factor.
+Weights may be `BlockFp8`; on a device also bf16 under float32 rows (`kernels/linear`).
 """
 
 from torch import Tensor
 
+from kernels.linear.block_fp8 import BlockFp8
 from kernels.moe import reference
+from kernels.place import on_cpu
 
 __all__ = ["gated_mlp", "route", "experts"]
 
 
-def gated_mlp(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def gated_mlp(y: Tensor, gate: Tensor | BlockFp8, up: Tensor | BlockFp8, down: Tensor | BlockFp8) -> Tensor:
     """`(silu(y · gate^T) * (y · up^T)) · down^T`.
 
     y         [rows, hidden]   float  rows >= 0
@@ -19,8 +22,11 @@ def gated_mlp(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     down      [hidden, width]  same dtype
     returns   [rows, hidden]   same dtype
     """
-    assert y.device.type == "cpu", f"gated_mlp has no kernel for {y.device.type}"
-    return reference.gated_mlp(y, gate, up, down)
+    if on_cpu("gated_mlp", y):
+        return reference.gated_mlp(y, *(_plain(weight, y) for weight in (gate, up, down)))
+    from kernels.moe import kernel
+
+    return kernel.gated_mlp(y, gate, up, down)
 
 
 def route(
@@ -36,16 +42,21 @@ def route(
     Args: groups: consecutive equal groups of experts; groups_kept: how many a row may use (both 1: no groups).
     Returns: expert_of, weight_of. A row of NaN still gets valid, distinct experts.
     """
-    assert y.device.type == "cpu", f"route has no kernel for {y.device.type}"
     count = gate.shape[0]
     assert count % groups == 0, f"{count} experts do not fall into {groups} groups"
     assert experts_per_token <= groups_kept * (count // groups), f"{groups_kept} groups cannot give {experts_per_token} experts"
-    return reference.route(
+    if on_cpu("route", y):
+        return reference.route(
+            y, gate, bias, experts_per_token=experts_per_token, groups=groups, groups_kept=groups_kept, normalise=normalise, factor=factor
+        )
+    from kernels.moe import routing
+
+    return routing.route(
         y, gate, bias, experts_per_token=experts_per_token, groups=groups, groups_kept=groups_kept, normalise=normalise, factor=factor
     )
 
 
-def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor | BlockFp8, down: Tensor | BlockFp8) -> Tensor:
     """Weighted sum of each row's chosen experts, added slot by slot in float32.
 
     y          [rows, hidden]               float  rows >= 0
@@ -55,7 +66,14 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor, do
     down       [experts, hidden, width]     y's dtype
     returns    [rows, hidden]               y's dtype
     """
-    assert y.device.type == "cpu", f"experts has no kernel for {y.device.type}"
     assert expert_of.shape == weight_of.shape, f"{tuple(expert_of.shape)} experts, {tuple(weight_of.shape)} weights"
     assert gate_up.shape[1] == 2 * down.shape[2], f"gate_up {tuple(gate_up.shape)} does not fit down {tuple(down.shape)}"
-    return reference.experts(y, expert_of, weight_of, gate_up, down)
+    if on_cpu("experts", y):
+        return reference.experts(y, expert_of, weight_of, _plain(gate_up, y), _plain(down, y))
+    from kernels.moe import kernel
+
+    return kernel.experts(y, expert_of, weight_of, gate_up, down)
+
+
+def _plain(weight: Tensor | BlockFp8, y: Tensor) -> Tensor:
+    return weight.dequantised(y.dtype) if isinstance(weight, BlockFp8) else weight

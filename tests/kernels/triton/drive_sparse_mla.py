@@ -23,7 +23,7 @@ def packed_rows(layout: RowLayout, rows: int, picks: int, used: list[int]) -> tu
 
 
 def packed_forms_agree(encoding: str, latent: int, rope: int) -> None:
-    """Compact rows, addressed rows and unpacked rows agree with the reference, whole splits unused or not; the two packed forms to the bit."""
+    """Compact rows, addressed rows and unpacked rows agree with the reference, unused splits too; packed forms to the bit."""
     layout = RowLayout(encoding, latent, rope)  # type: ignore[arg-type]
     picks = 130
     query, query_rope, rows, selection = packed_rows(layout, 4, picks, [picks, 0, 1, 63])
