@@ -73,7 +73,7 @@ def machine(*, probe: bool) -> dict[str, Any]:
     tree = Tree()
     probed = _output([sys.executable, "-c", _PROBE], _PROBE_S) if probe else None
     return {
-        "device": json.loads(probed) if probed else None,
+        "device": json.loads(probed.splitlines()[-1]) if probed else None,
         "driver": driver(tree),
         "cpu": _cpu(tree),
         "kernel": platform.release(),

@@ -111,10 +111,10 @@ async def server_process(words: Sequence[str]) -> AsyncIterator[str]:
             code = await process.wait()
             raise ServerFailed(f"the server did not come up: {_last_words(tail)}", code if code > 0 else 1)
         yield address.result()
-    finally:
-        address.cancel()
         if process.returncode is not None:
             log.error("gate.server_ended", exit_code=process.returncode, said=_last_words(tail))
+    finally:
+        address.cancel()
         await _stop(process)
         reading.cancel()
         await asyncio.wait((reading,))

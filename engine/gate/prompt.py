@@ -15,7 +15,7 @@ from engine.errors import BadSetting
 from engine.gate.answer import RunFailed
 from engine.gate.plan import Plan
 
-__all__ = ["PromptIds", "library_text", "prompt_ids", "read_prompt_file", "seeded_ids"]
+__all__ = ["PromptIds", "library_text", "prompt_ids", "read_prompt_file", "said_of", "seeded_ids"]
 
 _SEED = 20_240_101
 _IDS = range(1_000)  # every vocabulary in use has these
@@ -66,13 +66,22 @@ def read_prompt_file(path: Path) -> str | list[int]:
     return text
 
 
+async def said_of(response: aiohttp.ClientResponse) -> str:
+    """What a refusal says for people: the message of its error, else the beginning of its body."""
+    text = await response.text()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
+        return text[:300]
+
+
 async def _tokenize(client: aiohttp.ClientSession, text: str) -> list[int] | None:
     """Ids of a text; None where the model has no tokenizer."""
     async with client.post("/tokenize", json={"prompt": text}) as response:
         if response.status == 400:
             return None
         if response.status != 200:
-            raise RunFailed(f"/tokenize answered {response.status}: {(await response.text())[:200]}")
+            raise RunFailed(f"/tokenize answered {response.status}: {await said_of(response)}")
         found: list[int] = (await response.json())["tokens"]
         return found
 

@@ -19,7 +19,7 @@ import structlog
 from engine.errors import BadSetting
 from engine.gate.answer import AnswerReader, Events, RunFailed
 from engine.gate.plan import Plan
-from engine.gate.prompt import PromptIds, prompt_ids
+from engine.gate.prompt import PromptIds, prompt_ids, said_of
 from engine.gate.verdict import Arm, Pair, Run, order
 
 __all__ = ["Runs", "Start", "Watch"]
@@ -54,7 +54,7 @@ async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Calla
     reader, events = AnswerReader(time.perf_counter()), Events()
     async with client.post("/v1/completions", json=body) as response:
         if response.status != 200:
-            said = (await response.text())[:300]
+            said = await said_of(response)
             if response.status in (400, 413):
                 raise BadSetting(f"the server refuses these settings: {said}")
             raise RunFailed(f"the server answered {response.status}: {said}")
@@ -69,7 +69,7 @@ async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Calla
 async def _counts(client: aiohttp.ClientSession) -> dict[str, int]:
     async with client.get("/statistics") as response:
         if response.status != 200:
-            raise RunFailed(f"/statistics answered {response.status}: {(await response.text())[:300]}")
+            raise RunFailed(f"/statistics answered {response.status}: {await said_of(response)}")
         found = await response.json()
         return {name: found[name] for name in _COUNTS}
 

@@ -13,7 +13,7 @@ from engine.commands import gate as command
 from engine.commands.line import run_line
 from engine.config import EngineConfig, ServerConfig
 from engine.doctor import Tree
-from engine.errors import BadSetting, ForebayError, SessionBroken
+from engine.errors import BadRequest, BadSetting, ForebayError, SessionBroken
 from engine.gate import Plan, Runs, outcome
 from engine.gate.machine import commit, driver
 from engine.gate.process import ServerFailed, serve_words, server_process
@@ -149,6 +149,16 @@ async def test_an_impossible_request_ends_the_gate(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="no tokenizer"):
         await pairs_of(plan(tmp_path, prompt_file=tmp_path / "text"), servers)
     assert servers.arms == ["resident"]
+
+
+async def test_a_refusal_is_said_in_the_servers_words(tmp_path: Path) -> None:
+    """A request that can never be served ends the gate with the server's own message and exit code 2."""
+
+    def refuses(arm: Arm, last: asyncio.Event) -> list[Item]:
+        return [BadRequest("3 prompt tokens and 3 new ones exceed the context of 5 tokens", field="prompt")]
+
+    with pytest.raises(BadSetting, match=r"settings: 3 prompt tokens and 3 new ones exceed the context of 5 tokens$"):
+        await pairs_of(plan(tmp_path), Servers(refuses))
 
 
 @pytest.mark.parametrize("available", [True, False])
