@@ -362,9 +362,11 @@ class StepLoop:
             self._leave(request)
 
     def _fail_step(self, flight: _Flight, failure: BaseException) -> None:
-        flight.bucket.step.abort(flight.bucket.table, session="")
+        cleared = flight.bucket.step.abort(flight.bucket.table, session="")
         _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
         for request in flight.members:
+            assert request.session.memory is not None, "memory outlives the steps that read it"
+            request.session.memory.operations.hold(cleared)  # it writes the session's maps, which are given back below
             request.in_flight -= 1
             self._break(request, SessionBroken(f"a decode step failed: {failure}"))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from engine.errors import SessionBroken
 from streams import (
     Backend,
     CpuBackend,
+    Event,
     Fault,
     ReplayOrder,
     SeededOrder,
@@ -22,7 +24,7 @@ from streams import (
 )
 from streams.tape import Header, Record
 from tests.engine.model.parity import make_checkpoint, named
-from tests.engine.runs import Run, collect, small
+from tests.engine.runs import Run, collect, greedy, small
 
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
@@ -92,3 +94,42 @@ async def test_failed_operation_breaks_its_step_only(checkpoint: Path, label: st
         again = await collect(engine, [(_ids(70, 3), 3)])
     await backend.close()
     assert again.same_bits(usual)
+
+
+async def test_memory_outlives_the_clearing_after_a_failed_step(checkpoint: Path) -> None:
+    """The maps of a session whose step failed are given back only when the operation that clears them is done."""
+
+    class HoldsClearing(TapeRecorder):
+        clearing: Event[object] | None = None
+
+        def submitted(self, event: Event[Any], *rest: Any) -> None:
+            super().submitted(event, *rest)
+            if event.label == "step.abort" and self.clearing is None:
+                self.clearing = event
+                asyncio.get_running_loop().call_soon(backend.hold, event)
+
+    watch = HoldsClearing(lambda _: None)
+    backend = VirtualBackend(SeededOrder(3, faults=(Fault("step.finish", nth=4),)), observer=watch)
+    held = []
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+        async for _ in engine.generate(_ids(60, 1), greedy(2)):
+            pass  # afterwards the stage has all the buffers of its own
+        await _rounds(200)
+        held.append(engine.statistics().device_bytes)
+        with pytest.raises(SessionBroken):
+            async for _ in engine.generate(_ids(60, 1), greedy(8)):
+                pass
+        await _rounds(200)
+        assert watch.clearing is not None
+        held.append(0 if watch.clearing.done() else engine.statistics().device_bytes)
+        backend.release(watch.clearing)
+        await _rounds(200)
+        held.append(engine.statistics().device_bytes)
+    await backend.close()
+    assert held[0] == held[2] < held[1]
+
+
+async def _rounds(count: int) -> None:
+    """Let the loop run until everything that can happen has."""
+    for _ in range(count):
+        await asyncio.sleep(0)

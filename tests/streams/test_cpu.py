@@ -155,8 +155,8 @@ async def test_stopping_drops_what_is_queued(monkeypatch: pytest.MonkeyPatch) ->
     workers = _worker_threads()
     stopping = threading.Thread(target=backend._workers.stop)
     stopping.start()
-    while not backend._workers.stopped:
-        await asyncio.sleep(0)  # noqa: ASYNC110  # the other thread's flag, one instruction away
+    while not backend._workers.stopped:  # noqa: ASYNC110  # the other thread's flag, one instruction away
+        await asyncio.sleep(0)
     opened.set()
     await asyncio.to_thread(stopping.join, 60)
     assert not any(thread.is_alive() for thread in workers)
