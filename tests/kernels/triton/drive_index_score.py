@@ -52,7 +52,19 @@ def main() -> None:
     company_changes_no_bit()
     kernel.PROGRAMS = 1
     # Few of the shapes: an interpreted program takes milliseconds.
-    without = ("company", "length_or_address", "1024-", "1-4-64", "63-4-64", "1-1-f32", "3-40-bf16", "12-6-f32")
+    without = (
+        "company",
+        "length_or_address",
+        "1024-",
+        "1-4-64",
+        "63-4-64",
+        "1-1-f32",
+        "3-40-bf16",
+        "12-6-f32",
+        "1025-4-64",
+        "1025-1-1",
+        "1025-3-40",
+    )
     interpreted.run_reference_tests("test_index_score.py", without=without)
 
 

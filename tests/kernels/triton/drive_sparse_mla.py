@@ -78,7 +78,7 @@ def main() -> None:
     bf16_queries()
     company_changes_no_bit()
     a_nan_row_shows()
-    interpreted.run_reference_tests("test_sparse_mla.py", without=("company", "256"))
+    interpreted.run_reference_tests("test_sparse_mla.py", without=("company", "256", "5-40", "16-33"))
 
 
 if __name__ == "__main__":
