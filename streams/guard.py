@@ -5,7 +5,7 @@ Knows tensors and bytes, not operations. CPU memory only.
 Invariants:
 1. From `Guard(...)` to `release`, every tensor in `writes` holds poison: NaN, the most negative integer, all ones in bytes.
 2. `release(restore=True)` puts back exactly what was there, so work that writes a part of what it declared changes that part only.
-3. A tensor that is read and (partly) written is watched as written.
+3. Fingerprints are taken after everything is poisoned, so a tensor that is read and (partly) written is watched like any other.
 """
 
 from collections.abc import Sequence
@@ -67,8 +67,6 @@ class Guard:
     """Poisons what will be written, remembers what it held, and fingerprints all of it."""
 
     def __init__(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        written = spans_of(writes)
-        reads = [tensor for tensor in reads if not overlap(spans_of((tensor,)), written)]
         self._saved: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for tensor in writes:

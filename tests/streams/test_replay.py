@@ -241,12 +241,12 @@ async def test_sessions_may_have_other_names_but_not_mix() -> None:
 
     async def run(backend: Backend, sessions: str) -> None:
         for session in sessions:
-            await backend.stream("a").submit(nothing, label="step", session=session)
+            await backend.stream("a").submit(nothing, label="step", session=session.strip())
         await backend.close()
 
     _, tape = await _taped(lambda observer: VirtualBackend(0, observer=observer), lambda backend: run(backend, "xyx"))
     await run(VirtualBackend(ReplayOrder(tape)), "pqp")
-    for wrong in ("pqq", "ppp", "xyy"):
+    for wrong in ("pqq", "ppp", "xyy", " y "):
         backend = VirtualBackend(ReplayOrder(tape))
         with pytest.raises(TapeMismatch, match="session"):
             await run(backend, wrong)
@@ -303,6 +303,25 @@ async def test_run_that_goes_on_or_stops_short_is_named() -> None:
     await steps(VirtualBackend(ReplayOrder(tape, whole=False)), 1)
     with pytest.raises(TapeMismatch, match=r"ended before the tape did: operation 1 \(step on a\)"):
         await steps(VirtualBackend(ReplayOrder(tape)), 1)
+
+
+async def test_completions_wait_for_the_submissions_before_them() -> None:
+    """Where the host had submitted more before it saw a completion, the replay withholds that completion until it has done so again."""
+
+    async def run(backend: Backend, rounds: int) -> list[bool]:
+        first = backend.stream("a").submit(nothing, label="first")
+        seen = []
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+            seen.append(first.done())
+        await backend.stream("b").submit(nothing, label="second")
+        await backend.close()
+        return seen
+
+    _, tape = await _taped(lambda observer: VirtualBackend(0, observer=observer), lambda backend: run(backend, 0))
+    order = [type(record) for record in tape.records if isinstance(record, Submitted | Completed)]
+    assert order[:2] == [Submitted, Submitted]
+    assert await run(VirtualBackend(ReplayOrder(tape)), 50) == [False] * 50
 
 
 async def test_tape_from_the_middle_is_refused() -> None:

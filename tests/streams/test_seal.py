@@ -83,6 +83,26 @@ async def test_threads_of_the_cpu_backend_cannot_start_inside() -> None:
     await backend.close()
 
 
+async def test_other_threads_are_left_alone() -> None:
+    """A thread that was there before the seal, say a tape's writer, asks the time and opens files as ever."""
+    ask, answered = threading.Event(), threading.Event()
+    answers: list[float] = []
+
+    def elsewhere() -> None:
+        assert ask.wait(60)
+        with open(__file__):
+            answers.append(time.monotonic())
+        answered.set()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    with sealed():
+        ask.set()
+        answered.wait()
+    thread.join()
+    assert len(answers) == 1
+
+
 async def test_everything_is_put_back() -> None:
     """After the seal, also one left by an exception, all is as it was."""
     loop = asyncio.get_running_loop()

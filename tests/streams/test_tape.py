@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from streams import Backend, CpuBackend, Observer, Tape, TapeFile, TapeMismatch, TapeRecorder, VirtualBackend, chrome_trace
+from streams import Backend, CpuBackend, Event, Observer, Tape, TapeFile, TapeMismatch, TapeRecorder, VirtualBackend, chrome_trace
 from streams.tape import BATCH_RECORDS, Awaited, Completed, Header, Record, Resumed, Submitted
 from tests.streams.conformance import boom, nothing
 
@@ -63,6 +63,22 @@ async def test_records_say_what_happened() -> None:
         assert completed[1].started_ns >= completed[0].at_ns
         places = {type(record): place for place, record in enumerate(tape.records) if isinstance(record, Awaited | Resumed)}
         assert 1 < places[Awaited] < places[Resumed]
+
+
+async def test_events_of_elsewhere_have_no_number() -> None:
+    """Work ordered after another backend's event, or one that no backend made, says so instead of naming a stranger's number."""
+    records: list[Record] = []
+    recorder = TapeRecorder(records.extend)
+    other, backend = VirtualBackend(0), VirtualBackend(0, observer=recorder)
+    foreign = other.stream("x").submit(nothing, label="foreign")
+    mine = backend.stream("a").submit(nothing, label="mine")
+    backend.stream("a").wait(foreign)
+    await backend.stream("a").submit(nothing, label="after", after=(mine, foreign, Event.completed(None)))
+    await other.close()
+    await backend.close()
+    recorder.flush()
+    last = [record for record in records if isinstance(record, Submitted)][-1]
+    assert (last.after, last.waits) == ((0, -1, -1), (-1,))
 
 
 async def test_file_holds_the_tape(tmp_path: Path) -> None:

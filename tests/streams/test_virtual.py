@@ -173,6 +173,31 @@ async def test_readers_may_share_and_chains_are_ordered() -> None:
     assert buffer.tolist() == [1.0] * 8
 
 
+async def test_a_streams_own_order_is_enough() -> None:
+    """Operations of one stream may share buffers without naming one another."""
+    backend = VirtualBackend(6)
+    buffer = torch.ones(4)
+    for factor in (2, 3, 5):
+        backend.stream("a").submit(lambda factor=factor: buffer.mul_(factor), label="scale", reads=(buffer,), writes=(buffer,))
+    await backend.close()
+    assert buffer.tolist() == [30.0] * 4
+
+
+async def test_buffers_of_one_operation_may_overlap() -> None:
+    """What an operation reads and writes, or writes twice by overlapping views, is as it was when its work runs."""
+    backend = VirtualBackend()
+    buffer = torch.arange(6.0)
+    seen: list[list[float]] = []
+    event = backend.stream("a").submit(
+        lambda: seen.append(buffer.tolist()), label="look", reads=(buffer[:4],), writes=(buffer[1:], buffer[2:4], buffer)
+    )
+    assert torch.isnan(buffer).all()
+    await event
+    assert seen == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+    assert buffer.tolist() == seen[0]
+    await backend.close()
+
+
 # seeds, faults, time
 
 
