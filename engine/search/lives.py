@@ -204,6 +204,19 @@ async def waiters(scene: Scene) -> None:
     await ground.compute.idle()
 
 
+async def broken_cut(scene: Scene) -> None:
+    """A cut fails on the device with a copy in flight; the broken session is cut again, below that copy, which must then say nothing."""
+    ground = Ground(scene)
+    one = Life(ground, "one", 200)
+    await one.decode(scene.rng.choice([64, 70, 127]), each=32)
+    await one.roll_back(len(one.salts)).wait_done()
+    one.session.truncate(scene.rng.randrange(BLOCK_ROWS), ground.compute)
+    await one.session.operations.settle()
+    one.session.counts.check_integrity()
+    one.written.salts = ()  # the device did not follow the first cut
+    one.session.close()
+
+
 class _Registration:
     """Registers, but for the `nth` call (from 0); keeps account."""
 
@@ -296,6 +309,7 @@ LIVES = (
     Scenario("full ring", ring, _late_copies),
     Scenario("sharing", sharing, weight=3),
     Scenario("waiters", waiters, weight=4),
+    Scenario("broken cut", broken_cut, lambda rng: (Fault("truncate"), Fault("copyback", 0, "delay")), weight=1),
     Scenario("registration", registration, weight=1),
     Scenario("scarce blocks", scarce, weight=3),
 )

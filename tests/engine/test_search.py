@@ -1,0 +1,138 @@
+"""The search for bad interleavings: its first seeds find nothing, it repeats itself, and it sees what it should."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.commands.line import run_line
+from engine.errors import BadSetting
+from engine.search import hunt as hunting
+from engine.search.ground import Ground, Life
+from engine.search.hunt import SCENARIOS, Outcome, hunt, record, wheel
+from engine.search.reference import Bench
+from engine.search.scenario import Finding, Scenario, Scene, run_seed
+from streams import Tape, TapeRecorder
+from streams.tape import Header, Record
+
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+TURNS = wheel(SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.mark.parametrize("first", [*range(0, 32, 8), *(pytest.param(first, marks=pytest.mark.slow) for first in range(32, 232, 8))])
+def test_seeds_find_nothing(bench: Bench, first: int) -> None:
+    """Eight seeds round the wheel of scenarios."""
+    for seed in range(first, first + 8):
+        finding = run_seed(bench, TURNS[seed % len(TURNS)], seed)
+        assert finding is None, str(finding)
+
+
+def _tape(bench: Bench, scenario: Scenario, seed: int) -> Tape:
+    records: list[Record] = []
+    recorder = TapeRecorder(records.extend)
+    assert run_seed(bench, scenario, seed, recorder) is None
+    recorder.flush()
+    return Tape(Header(), tuple(records))
+
+
+@pytest.mark.parametrize("name", ["life", "stop"])
+def test_a_seed_is_the_whole_reproduction(bench: Bench, name: str) -> None:
+    """The same seed twice gives the same tape, another seed another one."""
+    first, again, other = (_tape(bench, BY_NAME[name], seed) for seed in (3, 3, 4))
+    assert first.diff(again) is None
+    assert first.diff(other) is not None
+
+
+def test_a_run_that_stands_still_is_found(bench: Bench) -> None:
+    """A scenario that waits for what will not come ends with a finding instead of waiting for ever."""
+
+    async def stuck(scene: Scene) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    finding = run_seed(bench, Scenario("stuck", stuck), 0)
+    assert finding is not None
+    assert "nobody goes on" in finding.error
+
+
+def test_what_is_left_behind_is_found(bench: Bench) -> None:
+    """A scenario that forgets to close a session ends with a finding."""
+
+    async def forgets(scene: Scene) -> None:
+        await Life(Ground(scene), "one", 100).decode(3)
+
+    finding = run_seed(bench, Scenario("forgets", forgets), 0)
+    assert finding is not None
+    assert "still holds" in finding.error
+
+
+def test_a_changed_byte_in_ram_is_found(bench: Bench) -> None:
+    """One byte of a mirrored row changed behind everybody's back is named by its position."""
+
+    async def changes(scene: Scene) -> None:
+        one = Life(Ground(scene), "one", 100)
+        await one.decode(64, each=32)
+        await one.session.operations.settle()
+        one.session.mirror_block(0)[5] ^= 1
+        one.check()
+
+    finding = run_seed(bench, Scenario("changes", changes), 0)
+    assert finding is not None
+    assert "RAM of one" in finding.error
+    assert "[0] have other bytes" in finding.error
+
+
+def test_the_wheel_has_every_scenario_by_weight() -> None:
+    """One turn holds each scenario as often as its weight says, and the first dozen seeds are not all alike."""
+    assert len(TURNS) == sum(scenario.weight for scenario in SCENARIOS)
+    assert all(TURNS.count(scenario) == scenario.weight for scenario in SCENARIOS)
+    assert len(TURNS[:12]) == 12
+    assert len({scenario.name for scenario in TURNS[:12]}) >= 6
+
+
+@pytest.mark.slow
+def test_many_processes_find_the_smallest_seed_and_its_tape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Worker processes run a clean scenario to its end; a seed's tape is recorded by a process of its own."""
+    seen: list[tuple[int, int]] = []
+    outcome = hunt(16, ["registration"], processes=1, progress=lambda done, total: seen.append((done, total)))
+    assert (outcome.seeds, outcome.finding) == (16, None)
+    assert seen == [(8, 16), (16, 16)]
+    path = tmp_path / "seed.tape"
+    assert record(Finding("registration", 3, "as if"), path) is None
+    assert Tape.read(path).header.notes == {"scenario": "registration", "seed": "3"}
+
+
+def _search(*words: str) -> int:
+    return run_line(["tape", "search", *words], {}, serve=None)  # type: ignore[arg-type]  # not a server's command
+
+
+def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--list prints the names; unknown names, bad counts and missing folders are one line each."""
+    assert _search("--list") == 0
+    assert capsys.readouterr().out.splitlines() == [scenario.name for scenario in SCENARIOS]
+    with pytest.raises(BadSetting, match="did you mean waiters"):
+        _search("--scenario", "waiter")
+    with pytest.raises(BadSetting, match="--seeds must be"):
+        _search("--seeds", "none")
+    with pytest.raises(BadSetting, match="at least 1"):
+        _search("--seeds", "0")
+    with pytest.raises(BadSetting, match="not a directory"):
+        _search("--out", str(tmp_path / "absent"))
+
+
+def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With nothing found it exits 0 and says how fast it was; with a finding 1, naming seed, error and tape."""
+    finding = Finding("life", 17, "AssertionError: rows differ")
+    monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(seeds, 2.0, None))
+    assert _search("--seeds", "10") == 0
+    assert "10 seeds in 2 s, 5.0 seeds/s: nothing found" in capsys.readouterr().err
+    monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(18, 2.0, finding))
+    monkeypatch.setattr(hunting, "record", lambda one, path: one)
+    assert _search("--out", str(tmp_path)) == 1
+    said = capsys.readouterr().err
+    assert "life, seed 17: AssertionError: rows differ" in said
+    assert "life-17.tape" in said.replace("\n", "")

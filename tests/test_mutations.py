@@ -1,0 +1,118 @@
+"""Does the search see what it is for? Break one invariant at a time and let it look.
+
+Each mutant runs in a child forked from a process that holds clean references, under the seeds that `forebay tape search` runs first, and
+stops at the first finding. The number of seeds it took is printed (-s shows it).
+"""
+
+import asyncio
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+
+import pytest
+import structlog
+
+from engine.search.conversations import SCRIPTS
+from engine.search.hunt import SCENARIOS, wheel
+from engine.search.reference import Bench
+from engine.search.scenario import run_seed
+from tests.mutants import MUTANTS
+
+SEEDS_MAX = 152  # twice round the wheel
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """With every reference computed before anything is broken."""
+    made = Bench()
+
+    async def prepare() -> None:
+        for script in SCRIPTS:
+            await made.reference(script)
+
+    asyncio.run(prepare())
+    return made
+
+
+def _look(bench: Bench, mutant: str, answers: Connection) -> None:
+    """In the child: break it, then run seeds until one fails. Answers each seed before it runs, then the finding, "" for none."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    MUTANTS[mutant]()
+    turns, finding = wheel(SCENARIOS), None
+    for seed in range(SEEDS_MAX):
+        answers.send(seed)
+        finding = run_seed(bench, turns[seed % len(turns)], seed)
+        if finding is not None:
+            break
+    answers.send(str(finding or ""))
+
+
+@dataclass
+class _Child:
+    """A mutant at work."""
+
+    mutant: str
+    process: ForkProcess
+    answers: Connection
+    seeds: int = 0
+
+    @classmethod
+    def start(cls, bench: Bench, mutant: str) -> "_Child":
+        context = multiprocessing.get_context("fork")
+        answers, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_look, args=(bench, mutant, theirs))
+        process.start()
+        theirs.close()
+        return cls(mutant, process, answers)
+
+    def hear(self) -> str | None:
+        """Take one answer; the finding once there is one."""
+        try:
+            answer = self.answers.recv()
+        except EOFError:
+            self.process.join()
+            return f"seed {self.seeds - 1}: the process died with {self.process.exitcode}"
+        if isinstance(answer, int):
+            self.seeds = answer + 1
+            return None
+        self.process.join()
+        return str(answer)
+
+
+def look_for(bench: Bench, mutants: Sequence[str], at_once: int = 2) -> dict[str, tuple[int, str]]:
+    """Seeds run and the finding ("": none) of each mutant."""
+    found: dict[str, tuple[int, str]] = {}
+    left, running = list(mutants), dict[Connection, _Child]()
+    while left or running:
+        while left and len(running) < at_once:
+            child = _Child.start(bench, left.pop(0))
+            running[child.answers] = child
+        for answers in wait(list(running)):
+            child = running[answers]  # type: ignore[index]  # only connections are waited for
+            finding = child.hear()
+            if finding is not None:
+                found[child.mutant] = (child.seeds, finding)
+                print(f"{child.mutant:40} {child.seeds:4} seeds  {finding[:160]}", flush=True)
+                del running[child.answers]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench) -> dict[str, tuple[int, str]]:
+    """What the search says of each mutant."""
+    return look_for(bench, list(MUTANTS))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_search_catches(mutant: str, found: dict[str, tuple[int, str]]) -> None:
+    """With the invariant broken, some seed of the budget fails."""
+    seeds, finding = found[mutant]
+    print(f"{mutant}: {seeds} seeds, {finding}")
+    assert finding, f"{MUTANTS[mutant].__doc__} Nobody noticed in {seeds} seeds."
