@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, STATE_FIELDS, StateField, TableField, TableLayout
 from memory.append import AppendChunk, blocks_of, pages_of
-from memory.copyback import Copyback
+from memory.copyback import Copyback, first_cause
 from memory.counts import CountsSnapshot, RowCounts
 from memory.errors import CopybackInFlight
 from memory.history import BlockStore, History, TableWrite
@@ -191,8 +191,14 @@ class Holdings:
         writes = [write for write in (self.history.ensure(blocks_of(upper)), self.pages.ensure(pages_of(upper))) if write is not None]
         if not writes:
             return False
-        self.submit(stream, "tables", partial(_write_all, writes), writes=[write.entries for write in writes])
+        written = self.submit(stream, "tables", partial(_write_all, writes), writes=[write.entries for write in writes])
+        written.on_done(self._broken_by)  # the entries would be stale for ever: nobody may step on them
         return True
+
+    def _broken_by(self, event: Event[None]) -> None:
+        error = event.error()
+        if error is not None:
+            self.operations.break_with(first_cause(error))
 
     def submit(
         self,
