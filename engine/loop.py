@@ -333,6 +333,9 @@ class StepLoop:
                 if output.bad_layer[place] >= 0:
                     self._break(request, _not_finite(output.bad_layer[place], self.stage.model.config.layers))
                     continue
+                if memory.operations.broken is not None:
+                    self._break(request, SessionBroken(f"an operation of the session failed: {memory.operations.broken}"))
+                    continue
                 memory.commit(1, self.stage.copyback, flight.events.done)
                 logits = None if output.logits is None or not request.wants_logits else output.logits[place]
                 request.take(output.tokens[place], logits)
