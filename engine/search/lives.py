@@ -152,8 +152,8 @@ async def ring(scene: Scene) -> None:
     await one.decode(scene.rng.choice([3, 64, 100, 127]), each=32)
     if scene.rng.random() < 0.7:
         assert await barrier(one.session, ground.copyback) == len(one.salts)
-    await one.decode(300, each=32)
-    await one.decode(8, each=4)
+    await one.decode_ahead(300, each=32)
+    await one.decode_ahead(8, each=4)
     await _end([one])
 
 
@@ -298,7 +298,7 @@ def _any_failure(rng: random.Random) -> tuple[Fault, ...]:
 
 
 def _late_copies(rng: random.Random) -> tuple[Fault, ...]:
-    return tuple(Fault("copyback", nth, "delay") for nth in range(rng.randrange(4), 6))
+    return tuple(Fault("copyback", nth, "delay") for nth in range(rng.randrange(4), 12))
 
 
 LIVES = (

@@ -59,12 +59,21 @@ class PoisonedArena(Arena):
 
 
 class PoisonedPool(Pool):
-    """A pool whose buffers hold poison once they were given back."""
+    """A pool whose buffers hold poison once they were given back, and stay where they are: who still uses one does no other harm."""
+
+    def __init__(self, device: torch.device, budget_bytes: int | None, ledger: Ledger) -> None:
+        super().__init__(device, budget_bytes, ledger)
+        self._given: list[Tensor] = []
 
     def give(self, buffer: Tensor) -> None:
         """See Pool."""
         super().give(buffer)
-        buffer.reshape(-1).view(torch.uint8).fill_(255)
+        self._given.append(buffer.reshape(-1).view(torch.uint8).fill_(255))
+
+    def check_untouched(self) -> None:
+        """Assert that nobody wrote to a buffer after giving it back."""
+        written = [buffer.numel() for buffer in self._given if not bool((buffer == 255).all())]
+        assert not written, f"buffers of {written} bytes were written after they were given back"
 
 
 class Watch:
@@ -220,6 +229,8 @@ def check_empty(placement: Placement, arena: Arena, pool: Pool, ledger: Ledger) 
     arena.check_integrity()
     pool.check_integrity()
     placement.close()
+    if isinstance(pool, PoisonedPool):
+        pool.check_untouched()
     held = pool.statistics()
     assert (held.buffers, held.allocated_bytes, held.reserved_bytes) == (0, 0, 0), f"the pool still holds {held}"
     blocks = arena.statistics()
