@@ -31,6 +31,7 @@ from engine.chunk import Chunk, Usage
 from engine.commands import WhileReady
 from engine.commands.line import run_line
 from engine.commands.signals import Signals
+from engine.commands.terminal import complain, forget_output
 from engine.config import ServerConfig
 from engine.errors import BadModel, BadRequest, ForebayError
 from engine.protocol import EngineFace, GenerationFace
@@ -364,17 +365,17 @@ async def serve(
 def main(words: Sequence[str] | None = None) -> int:
     """The `forebay` command. Returns the exit code."""
     if sys.flags.optimize:
-        print("forebay: python -O removes the checks that guard the histories; run without -O and PYTHONOPTIMIZE", file=sys.stderr)
+        complain("python -O removes the checks that guard the histories; run without -O and PYTHONOPTIMIZE")
         return 2
     try:
         return run_line(sys.argv[1:] if words is None else words, os.environ, serve)
     except ForebayError as error:
-        print(f"forebay: {error}", file=sys.stderr)
+        complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has left; nothing is wrong here
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        forget_output()
         return 0
 
 

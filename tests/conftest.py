@@ -1,14 +1,16 @@
-"""What every test shares: one torch thread, both event loops, poisoned memory on request.
+"""What every test shares: one torch thread, logging as it was, both event loops, poisoned memory on request.
 
 Async tests run on asyncio's loop in debug mode. A module that wants both loops says `pytestmark = pytest.mark.both_loops`: its async
 tests then run once there and once on uvloop.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import structlog
 import torch
 import uvloop
 
@@ -33,6 +35,16 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
     if item.get_closest_marker("both_loops"):
         loops["uvloop"] = uvloop.new_event_loop
     return loops
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    """A test that configures logging leaves the next one none of it."""
+    kept, handlers, level = structlog.get_config(), logging.root.handlers[:], logging.root.level
+    yield
+    structlog.configure(**kept)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
 
 
 @pytest.fixture

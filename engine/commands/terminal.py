@@ -1,0 +1,26 @@
+"""The last words of the command on its terminal, when there may be nobody left to read them.
+
+1. Nothing here raises: the exit code says how it ended, whoever reads.
+"""
+
+import os
+import sys
+from contextlib import suppress
+
+__all__ = ["complain", "forget_output"]
+
+_UNREAD = (OSError, ValueError)  # the reader of a pipe has left; the stream was closed
+
+
+def complain(message: str) -> None:
+    """Say in one line on standard error why the command ends."""
+    with suppress(*_UNREAD):
+        print(f"forebay: {message}", file=sys.stderr)
+
+
+def forget_output() -> None:
+    """Send nowhere what standard output still buffers: Python writes it at exit, and would fail once more."""
+    with suppress(*_UNREAD):  # an output without a file of its own has nothing to be redirected
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
