@@ -183,6 +183,9 @@ async def waiters(scene: Scene) -> None:
     for number in range(3):
         one = Life(ground, f"session {number}", 200)
         await one.decode(scene.rng.choice([64, 90, 128, 150]), each=32)
+        copies = [event for event in one.session.operations._held if event.label == "copyback" and scene.rng.random() < 0.5]
+        for event in copies:
+            scene.backend.hold(event)
         waits = [asyncio.ensure_future(one.session.operations.settle()), asyncio.ensure_future(barrier(one.session, ground.copyback))]
         waits += [asyncio.ensure_future(ground.copyback.stream.idle())]
         await rounds(scene.rng.randrange(12))
@@ -200,6 +203,8 @@ async def waiters(scene: Scene) -> None:
             if still and counts.mirrored == counts.submitted and scene.rng.random() < 0.5:
                 await one.roll_back(scene.rng.randrange(len(one.salts) + 1))
             one.session.close()
+        for event in copies:
+            scene.backend.release(event)
     await ground.copyback.stream.idle()
     await ground.compute.idle()
 
