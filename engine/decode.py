@@ -152,6 +152,7 @@ class DecodeStep:
                 lambda layer=layer, place=place: self._attend(layer, group, place, table),  # type: ignore[misc]
                 label=f"layer.{layer}.attend",
                 after=waits,
+                reads=() if fetched is None or place == 0 else (self._scratch[place - 1],),
                 writes=(self._compact, self._x),
             )
         assert last is not None, "a selection group has at least one layer"

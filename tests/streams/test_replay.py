@@ -314,7 +314,7 @@ async def test_completions_wait_for_the_submissions_before_them() -> None:
         for _ in range(rounds):
             await asyncio.sleep(0)
             seen.append(first.done())
-        await backend.stream("b").submit(nothing, label="second")
+        await backend.stream("a").submit(nothing, label="second")
         await backend.close()
         return seen
 
