@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import structlog
 from aiohttp import web
@@ -49,8 +49,10 @@ _COUNTS = (
     "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "host_bytes",
     "device_bytes", "resident_bytes",
 )  # fmt: skip
+_LARGE_BYTES = 256 * 1024  # a body of this size takes a few milliseconds to decode and check
 _CUT = 499  # a status for the log only: the client left, or the drain was over
 
+_Asked = TypeVar("_Asked")
 Route: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -161,6 +163,12 @@ async def _body(request: web.Request) -> bytes:
     return await request.read()
 
 
+async def _parsed(request: web.Request, parse: Callable[[bytes], _Asked]) -> _Asked:
+    """The checked request; a large body is decoded beside the loop."""
+    body = await _body(request)
+    return parse(body) if len(body) <= _LARGE_BYTES else await asyncio.to_thread(parse, body)
+
+
 def _check_model(engine: EngineFace, name: str | None) -> None:
     if name is not None and name != engine.model_name:
         raise HttpError(
@@ -172,7 +180,7 @@ def _generating(dialect: Dialect) -> Route:
     async def route(request: web.Request) -> web.StreamResponse:
         service, record = request.app[SERVICE], request[RECORD]
         service.admitted()  # before the body is read; and again after, because that takes a while
-        asked = dialect.parse(await _body(request))
+        asked = await _parsed(request, dialect.parse)
         engine = service.admitted()
         _check_model(engine, asked.model)
         sampling = api.to_sampling(asked, engine.default_sampling)
@@ -186,8 +194,10 @@ def _generating(dialect: Dialect) -> Route:
             include_usage=api.wants_usage(asked),
             token_bytes=engine.tokenizer.token_bytes if engine.tokenizer.available else None,
         )
+        prompt = dialect.prompt(asked)
+        api.check_prompt_size(prompt, engine.context_max)
         opening = engine.generate(
-            dialect.prompt(asked), sampling, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history
+            prompt, sampling, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history
         )  # fmt: skip
         with service.running():
             async with opening as generation:
@@ -255,19 +265,19 @@ async def _stream(request: web.Request, events: AsyncGenerator[bytes, None]) -> 
 
 async def _tokenize(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked = api.parse_tokenize(await _body(request))
+    asked = await _parsed(request, api.parse_tokenize)
     engine = service.admitted()
     _check_model(engine, asked.model)
     text = asked.prompt
     if text is None:
         arguments: dict[str, Any] = {**api.template_arguments(asked), "add_generation_prompt": asked.add_generation_prompt is not False}
         text = engine.template.render(api.to_messages(asked), **arguments)
+    api.check_text_size(len(text), engine.context_max, "prompt" if asked.messages is None else "messages")
     ids = await engine.tokenizer.encode_async(text)
-    answer = api.TokenizeAnswer(count=len(ids), max_model_len=engine.context_max, tokens=ids)
-    if asked.return_token_strs:
-        texts = [engine.tokenizer.token_text(token_id) for token_id in ids]
-        answer = api.TokenizeAnswer(count=len(ids), max_model_len=engine.context_max, tokens=ids, token_strs=texts)
-    return _json(api.encode(answer))
+    if asked.return_token_strs and len(ids) > engine.context_max:
+        raise BadRequest(f"return_token_strs gives at most {engine.context_max} tokens, not {len(ids)}", field="return_token_strs")
+    text_of = engine.tokenizer.token_text if asked.return_token_strs else None
+    return _json(await asyncio.to_thread(api.encode_tokenized, ids, engine.context_max, text_of))
 
 
 def _card(service: Service, engine: EngineFace) -> api.ModelCard:

@@ -4,7 +4,23 @@ Messages are one line and say what to do. Exit codes: 0 done, 1 outputs differed
 4 does not fit, 5 cannot bind, 70 device failure.
 """
 
-__all__ = ["BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted", "SessionBroken", "UnknownSession"]
+import reprlib
+
+__all__ = ["BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted", "SessionBroken", "UnknownSession", "shown"]
+
+_SHOWN_MAX = 100
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
+_SHORT.maxlevel = _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 2
+
+
+def shown(value: object) -> str:
+    """A value as a message may repeat it: on one line, at most 100 characters, whatever somebody sent."""
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        text = "a very long number"
+    return text if len(text) <= _SHOWN_MAX else f"{text[: _SHOWN_MAX - 3]}..."
 
 
 class ForebayError(Exception):

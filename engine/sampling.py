@@ -5,12 +5,15 @@ Sampling is a pure function of (logits, seed, position): see the package page of
 
 from dataclasses import dataclass
 
-from engine.errors import BadRequest
+from engine.errors import BadRequest, shown
 
-__all__ = ["Sampling"]
+__all__ = ["STOPS_MAX", "STOP_TOKENS_MAX", "Sampling"]
 
 _LOGPROBS_MAX = 20
-_STOPS_MAX = 16
+STOPS_MAX = 16
+_STOP_CHARACTERS_MAX = 1_024
+STOP_TOKENS_MAX = 64
+_REPETITION_MIN = 1e-3  # logits are divided by it: less makes infinities of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +38,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = (
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "an integer of at least 1"),
+            ("max_tokens", self.max_tokens is None or 1 <= self.max_tokens < 2**31, "an integer of at least 1, below 2^31"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or more, below 2^31"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("repetition_penalty", _REPETITION_MIN <= self.repetition_penalty <= 100.0, f"between {_REPETITION_MIN} and 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
-            ("stop", len(self.stop) <= _STOPS_MAX and all(self.stop), f"at most {_STOPS_MAX} non-empty strings"),
+            ("stop", len(self.stop) <= STOPS_MAX and all(0 < len(text) <= _STOP_CHARACTERS_MAX for text in self.stop),
+             f"at most {STOPS_MAX} strings of 1 to {_STOP_CHARACTERS_MAX} characters"),
+            ("stop_token_ids", len(self.stop_token_ids) <= STOP_TOKENS_MAX, f"at most {STOP_TOKENS_MAX} token ids"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}"),
-        )
+        )  # fmt: skip
         for field, holds, wanted in checks:
             if not holds:
-                raise BadRequest(f"{field} must be {wanted}, not {getattr(self, field)!r}", field=field)
+                raise BadRequest(f"{field} must be {wanted}, not {shown(getattr(self, field))}", field=field)
 
     @property
     def penalises(self) -> bool:

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -58,3 +59,49 @@ def test_main_ends_quietly_when_nobody_reads(error: Exception, code: int, monkey
     monkeypatch.setattr(sys, "stderr", Leaky())
     monkeypatch.setattr(sys, "stdout", Leaky())
     assert server.main(["serve", "x"]) == code
+
+
+async def test_what_cannot_fit_is_refused_before_the_engine_hears_of_it() -> None:
+    """Ids, texts and messages beyond the context are 400 with the numbers; what fits arrives, however large its body."""
+    engine = FakeEngine([words("fine")], context_max=40_000)
+    text = "x" * (16 * 40_000)
+    bodies: list[tuple[str, dict[str, object], str | None]] = [
+        ("/v1/completions", {"prompt": [1] * 40_000}, "prompt"),
+        ("/v1/completions", {"prompt": text + "x"}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": text + "x"}]}, "messages"),
+        ("/tokenize", {"prompt": text + "x"}, "prompt"),
+        ("/tokenize", {"prompt": text[:40_001], "return_token_strs": True}, "return_token_strs"),
+        ("/v1/completions", {"prompt": [1] * 39_999}, None),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, None),
+        ("/tokenize", {"prompt": text[:40_001]}, None),
+        ("/tokenize", {"prompt": text[:40_000], "return_token_strs": True}, None),
+    ]
+    async with served(engine) as client:
+        for path, body, field in bodies:
+            async with client.post(path, json=body) as response:
+                answer = await response.json()
+                assert response.status == (200 if field is None else 400), answer
+                if field is not None:
+                    assert answer["error"]["param"] == field
+                    assert len(answer["error"]["message"]) < 200
+                elif path == "/tokenize":
+                    assert answer["count"] == len(str(body["prompt"]))
+                    assert len(answer.get("token_strs", [])) in (0, 40_000)
+    assert len(engine.calls) == 2
+
+
+async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body above 256 KiB is parsed on another thread, a small one on the loop's own, and both are refused alike."""
+    seen: list[bool] = []
+    real = server.api.parse_tokenize
+
+    def parse(body: bytes) -> object:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return real(body)
+
+    monkeypatch.setattr(server.api, "parse_tokenize", parse)
+    async with served(FakeEngine([words("x")])) as client:
+        for size in (1_000, 300_000):
+            async with client.post("/tokenize", json={"prompt": 5, "model": "x" * size}) as response:
+                assert response.status == 400
+    assert seen == [True, False]

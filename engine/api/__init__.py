@@ -1,7 +1,8 @@
 """The wire: OpenAI-shaped requests and answers, and their translation to and from the engine's values.
 
 Parts: `requests.py` decodes and checks bodies, `translate.py` makes sampling, messages and prompts of them, `responses.py` is the
-shape of what goes out, `chunks.py` fills it from generated chunks, `failures.py` turns exceptions into bodies. No HTTP here.
+shape of what goes out, `chunks.py` fills it from generated chunks, `limits.py` refuses prompts that cannot fit by their lengths,
+`failures.py` turns exceptions into bodies. No HTTP here.
 
 Chosen:
 - A field that we know and cannot serve (tools, n > 1, logit_bias, echo, best_of, structured output, the reserved `session`) is refused
@@ -23,13 +24,15 @@ from engine.api.chunks import (
     usage_counts,
 )  # fmt: skip
 from engine.api.failures import error_body, error_fields
+from engine.api.limits import check_prompt_size, check_text_size
 from engine.api.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse_chat, parse_completion, parse_tokenize
-from engine.api.responses import ModelCard, ModelList, TokenizeAnswer, encode
+from engine.api.responses import ModelCard, ModelList, TokenizeAnswer, encode, encode_tokenized
 from engine.api.translate import template_arguments, to_history, to_messages, to_prompt, to_sampling, wants_usage
 
 __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "TokenizeAnswer", "TokenizeRequest", "chat_answer",
-    "chat_chunk", "chat_usage_chunk", "completion_answer", "completion_chunk", "completion_usage_chunk", "encode", "error_body",
-    "error_fields", "parse_chat", "parse_completion", "parse_tokenize", "template_arguments", "to_history", "to_messages", "to_prompt",
-    "to_sampling", "token_characters", "usage_counts", "wants_usage",
+    "chat_chunk", "chat_usage_chunk", "check_prompt_size", "check_text_size", "completion_answer", "completion_chunk",
+    "completion_usage_chunk", "encode", "encode_tokenized", "error_body", "error_fields", "parse_chat", "parse_completion",
+    "parse_tokenize", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "token_characters", "usage_counts",
+    "wants_usage",
 ]  # fmt: skip

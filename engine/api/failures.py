@@ -1,17 +1,21 @@
 """Exceptions as OpenAI-shaped error bodies.
 
 1. Only our own errors show their message; anything else is our bug, and its text stays in the log.
-2. A message is one line.
+2. A message is one line of at most 500 characters.
 """
 
 from engine.errors import ForebayError
 
 __all__ = ["error_body", "error_fields"]
 
+_MESSAGE_MAX = 500  # a template's own sentence may repeat a whole prompt
+
 
 def error_fields(message: str, kind: str, *, field: str | None = None, code: str | None = None) -> dict[str, object]:
     """The body of an error answer; also the last chunk of a stream that failed."""
-    return {"error": {"message": " ".join(message.split()), "type": kind, "param": field, "code": code}}
+    text = " ".join(message[: 2 * _MESSAGE_MAX].split())
+    text = text if len(text) <= _MESSAGE_MAX else f"{text[: _MESSAGE_MAX - 3]}..."
+    return {"error": {"message": text, "type": kind, "param": field, "code": code}}
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, object]]:

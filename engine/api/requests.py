@@ -7,14 +7,17 @@ before it comes here.
    answered wrongly if it were ignored raises BadRequest with the field's path (`messages[0].role`).
 2. Fields that we do not know are ignored, and `null` means "not given" for every optional field.
 3. Numbers are finite: JSON has no NaN, and a number outside float64 is refused.
+4. Lists whose every element costs something are short, and no message repeats more than about 100 characters of what was sent.
 """
 
 import re
+from collections.abc import Sized
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from engine.errors import BadRequest
+from engine.errors import BadRequest, shown
+from engine.sampling import STOP_TOKENS_MAX, STOPS_MAX
 
 __all__ = [
     "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "StreamOptions",
@@ -23,6 +26,9 @@ __all__ = [
 
 _NESTING_MAX = 64  # of values that we pass on undecoded; templates recurse over them
 _TOP_LOGPROBS_MAX = 20
+_MESSAGES_MAX = 4_096
+_PARTS_MAX = 4_096  # of one message
+_REASON_MAX = 120  # characters of a sentence of the JSON library, which may quote a value
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
@@ -146,13 +152,16 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise BadRequest("response_format must be of type 'text': structured output is not served yet", field="response_format")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest(
-            f"max_tokens ({request.max_tokens}) and max_completion_tokens ({request.max_completion_tokens}) disagree: send one",
+            f"max_tokens ({shown(request.max_tokens)}) and max_completion_tokens ({shown(request.max_completion_tokens)}) disagree: "
+            "send one",
             field="max_completion_tokens",
         )
     _check_at_least_one(request.max_completion_tokens, "max_completion_tokens")
     if request.top_logprobs is not None:
         if not 0 <= request.top_logprobs <= _TOP_LOGPROBS_MAX:
-            raise BadRequest(f"top_logprobs must be between 0 and {_TOP_LOGPROBS_MAX}, not {request.top_logprobs}", field="top_logprobs")
+            raise BadRequest(
+                f"top_logprobs must be between 0 and {_TOP_LOGPROBS_MAX}, not {shown(request.top_logprobs)}", field="top_logprobs"
+            )
         if request.top_logprobs and not request.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
     return request
@@ -185,7 +194,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 def _check_shared(request: GenerationRequest) -> None:
     if request.n not in (None, 1):
-        raise BadRequest(f"n must be 1, not {request.n}: one answer a request", field="n")
+        raise BadRequest(f"n must be 1, not {shown(request.n)}: one answer a request", field="n")
     if request.logit_bias:
         raise BadRequest("logit_bias is not served", field="logit_bias")
     if request.session is not None:
@@ -193,21 +202,31 @@ def _check_shared(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     _check_at_least_one(request.max_tokens, "max_tokens")
+    for field, given, most in (("stop", request.stop, STOPS_MAX), ("stop_token_ids", request.stop_token_ids, STOP_TOKENS_MAX)):
+        if isinstance(given, list):
+            _check_length(given, most, field)
+
+
+def _check_length(given: Sized, most: int, field: str) -> None:
+    if len(given) > most:
+        raise BadRequest(f"{field} holds {len(given)}, more than {most}", field=field)
 
 
 def _check_at_least_one(value: int | None, field: str) -> None:
     if value is not None and value < 1:
-        raise BadRequest(f"{field} must be an integer of at least 1, not {value}", field=field)
+        raise BadRequest(f"{field} must be an integer of at least 1, not {shown(value)}", field=field)
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:
     if not messages:
         raise BadRequest("messages must hold at least one message", field="messages")
+    _check_length(messages, _MESSAGES_MAX, "messages")
     for index, message in enumerate(messages):
         for call in message.tool_calls or ():
             _check_nesting(call.function.arguments, f"messages[{index}].tool_calls")
         if not isinstance(message.content, list):
             continue
+        _check_length(message.content, _PARTS_MAX, f"messages[{index}].content")
         for place, part in enumerate(message.content):
             field = f"messages[{index}].content[{place}]"
             if part.type != "text":
@@ -266,4 +285,6 @@ def _refusal(message: str) -> BadRequest:
         field = f"{field}.{missing[1]}" if field else missing[1]
         return BadRequest(f"{field} is required", field=field)
     text = text[0].lower() + text[1:]
+    if len(text) > _REASON_MAX:
+        text = f"{text[:_REASON_MAX]}..."
     return BadRequest(f"{field}: {text}" if field else f"the body: {text}", field=field or None)

@@ -4,6 +4,7 @@ Types only; `chunks.py` fills them. A field that may be absent is UNSET by defau
 Token ids carry vLLM's names: `choices[].token_ids` everywhere, `prompt_token_ids` on a chat answer and on a completion's choice.
 """
 
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import UNSET, UnsetType
 __all__ = [
     "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
     "CompletionChoice", "CompletionLogprobs", "Delta", "ModelCard", "ModelList", "PromptTokensDetails", "Response", "TokenizeAnswer",
-    "TopLogprob", "UsageCounts", "encode",
+    "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
 ]  # fmt: skip
 
 TokenIds: TypeAlias = tuple[int, ...] | UnsetType
@@ -149,6 +150,12 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
 Response: TypeAlias = ChatChunk | ChatAnswer | CompletionAnswer | ModelList | ModelCard | TokenizeAnswer
 
 _encoder = msgspec.json.Encoder()
+
+
+def encode_tokenized(ids: list[int], context_max: int, text_of: Callable[[int], str] | None) -> bytes:
+    """The body of an answer to /tokenize; with the text of each token where `text_of` is given. A pass over `ids`."""
+    texts = UNSET if text_of is None else [text_of(token_id) for token_id in ids]
+    return encode(TokenizeAnswer(count=len(ids), max_model_len=context_max, tokens=ids, token_strs=texts))
 
 
 def encode(response: Response | dict[str, object]) -> bytes:

@@ -62,7 +62,7 @@ def test_stop_is_one_text_or_many(given: object, expected: tuple[str, ...]) -> N
     assert to_sampling(chat(stop=given)).stop == expected
 
 
-@pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (10**30, 10**30)])
+@pytest.mark.parametrize(("given", "expected"), [(-1, 0), (0, 0), (1, 1), (2**31 - 1, 2**31 - 1)])
 def test_top_k_minus_one_is_off(given: int, expected: int) -> None:
     """-1 and 0 both switch top-k off."""
     assert to_sampling(chat(top_k=given)).top_k == expected
@@ -102,7 +102,6 @@ def test_completion_logprobs_are_a_count(count: int | None) -> None:
         ({"top_k": -2}, "top_k"), ({"min_p": -0.1}, "min_p"), ({"min_p": 1.1}, "min_p"), ({"seed": 2**63}, "seed"),
         ({"seed": 10**40}, "seed"), ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"), ({"stop": ""}, "stop"), ({"stop": ["a", ""]}, "stop"),
-        ({"stop": ["a"] * 17}, "stop"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_name_the_field(fields: dict[str, object], field: str) -> None:
