@@ -10,7 +10,7 @@ Invariants:
 from collections.abc import Iterator
 from typing import Any
 
-from engine.append import AppendRun
+from engine.append import AppendOutput, AppendRun
 from engine.request import Request
 from engine.stage import Stage
 from engine.synthetic import SyntheticRun
@@ -26,7 +26,7 @@ class AppendQueue:
         self.requests: list[Request] = []
         self.unit: Event[Any] | None = None  # of the oldest
         self._stage = stage
-        self._units: dict[str, Iterator[Event[Any]]] = {}
+        self._units: dict[Request, Iterator[Event[Any]]] = {}
 
     def start(self, request: Request) -> None:
         """Begin to append the tokens of the request's session that have no rows."""
@@ -39,13 +39,13 @@ class AppendQueue:
         else:
             append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history)
         request.append = append
-        self._units[request.id] = append.units()
+        self._units[request] = append.units()
         self.requests.append(request)
 
-    def turn(self) -> tuple[Request, BaseException | None] | None:
+    def turn(self) -> tuple[Request, AppendOutput, BaseException | None] | None:
         """Follow the oldest append's unit once it is done and submit its next.
 
-        Returns: the request whose append has ended now and what it failed with, if it did; None while it goes on.
+        Returns: the request whose append has ended now, what it gave, and what it failed with, if it did; None while it goes on.
         """
         if not self.requests or (self.unit is not None and not self.unit.done()):
             return None
@@ -54,13 +54,12 @@ class AppendQueue:
         self.unit = None
         if failure is None:
             try:
-                self.unit = next(self._units[request.id], None)
+                self.unit = next(self._units[request], None)
             except Exception as error:  # what the memory layer refuses ends this append, not the loop
                 failure = error
         if self.unit is not None:
             return None
-        self._drop(request, abandon=failure is not None)
-        return request, failure
+        return request, self._drop(request, abandon=failure is not None), failure
 
     def may_stop(self, request: Request) -> bool:
         """Whether no operation of the request's append is in flight."""
@@ -73,9 +72,13 @@ class AppendQueue:
             self.unit = None
         self._drop(request, abandon=True)
 
-    def _drop(self, request: Request, *, abandon: bool) -> None:
-        assert request.append is not None
+    def _drop(self, request: Request, *, abandon: bool) -> AppendOutput:
+        """Let go of the append and its scratch; only how far it came, and its output, outlive it."""
+        append = request.append
+        assert append is not None, f"request {request.id} does not append"
         if abandon:
-            request.append.abandon()
+            append.abandon()
         self.requests.remove(request)
-        del self._units[request.id]
+        del self._units[request]
+        request.append, request.appended_rows = None, append.done_rows
+        return append.output

@@ -26,9 +26,8 @@ from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
-from engine.request import Request
+from engine.request import Limits, Request
 from engine.sampling import Sampling
-from engine.sampling_table import SamplingState
 from engine.session import Phase, Session
 from engine.stage import Stage, open_stage
 from engine.synthetic import tokens_of
@@ -122,20 +121,25 @@ class Engine:
             if owned is not None:
                 await owned.close()
             await engine.tokenizer.aclose()
+        stage.placement.close()
+        stage.arena.close()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the step loop for the length of the block; what still runs at its end is aborted, and every session closed."""
         failure: BaseException | None = None
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._loop.run(), name="step loop")
-            self._ready = True
-            try:
-                yield
-            # Kept aside so that the caller's own error leaves as it was, not inside an exception group.
-            except BaseException as error:
-                failure = error
-            await self._shut()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._loop.run(), name="step loop")
+                self._ready = True
+                try:
+                    yield
+                # Kept aside so that the caller's own error leaves as it was, not inside an exception group.
+                except BaseException as error:
+                    failure = error
+                await self._shut()
+        except BaseExceptionGroup as group_failure:
+            raise group_failure.exceptions[0] from None  # the loop's own: it is the only task
         if failure is not None:
             raise failure
 
@@ -153,10 +157,12 @@ class Engine:
     async def close_session(self, session_id: SessionId) -> None:
         """Forget a session and release its memory; a running request of it is aborted first. Raises UnknownSession."""
         session = self._session(session_id)
-        for request in [one for one in (*self._loop.waiting, *self._loop.appending, *self._loop.decoding) if one.session is session]:
-            self._loop.abort(request)
-            await request.ended.wait()
         del self._sessions[session_id]
+        session.closing = True
+        while running := [request for request in self._loop.requests if request.session is session]:
+            for request in running:
+                self._loop.abort(request)
+            await running[0].ended.wait()
         self._loop.drop_memory(session)
         if session.phase is not Phase.CLOSED:
             session.move(Phase.CLOSED)
@@ -210,7 +216,7 @@ class Engine:
             await self._loop.wait_idle()
 
     def _abort_all(self) -> None:
-        for request in (*self._loop.waiting, *self._loop.appending, *self._loop.decoding):
+        for request in self._loop.requests:
             self._loop.abort(request)
 
     async def _shut(self) -> None:
@@ -239,32 +245,37 @@ class Engine:
         history: SyntheticHistory | None,
     ) -> Request:  # fmt: skip
         """Check, tokenise and queue one request."""
+        self._loop.check_open()
         session = self._new_session(temporary=True) if session_id is None else self._session(session_id)
         if history is not None:
             self._begin_with(session, history)
-        if session.phase in (Phase.BROKEN, Phase.CLOSED):
-            raise BadRequest(f"session {session.id} is {session.phase.value}; create another", field="session")
-        tokens = await self._tokens(prompt, template_arguments, continues=bool(session.tokens))
-        held = len(session.tokens)
-        if not tokens and (history is not None or held == session.rows):
+        self._check_open(session)
+        continues = self._continues(session)
+        tokens = await self._tokens(prompt, template_arguments, continues=continues)
+        if self._continues(session) != continues:  # another request of the session came or went while a long text was tokenised
+            tokens = await self._tokens(prompt, template_arguments, continues=not continues)
+        self._check_open(session)
+        if not tokens and (history is not None or len(session.tokens) == session.rows):
             raise BadRequest("the prompt has no tokens", field="prompt")
-        room = self.context_max - held - len(tokens)
-        if room < (sampling.max_tokens or 1):
-            asked = sampling.max_tokens or 1
-            raise BadRequest(
-                f"{held + len(tokens)} prompt tokens and {asked} new ones exceed the context of {self.context_max} tokens", field="prompt"
-            )
-        max_tokens = sampling.max_tokens or min(self.config.default_max_tokens, room)
         request = Request(
-            request_id, session, tokens, sampling, max_tokens=max_tokens, eos=self._stage.model.config.eos_token_ids,
+            request_id, session, tokens, sampling, limits=Limits(self.context_max, self.config.default_max_tokens),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed, eos=self._stage.model.config.eos_token_ids,
             tokenizer=self.tokenizer if self.tokenizer.available else None,
         )  # fmt: skip
         request.history = history
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         request.prompt = (*session.tokens, *tokens)
-        request.state = SamplingState.of(sampling, seed, request.prompt, self._stage.model.config.vocabulary)
         self._loop.enqueue(request)
         return request
+
+    def _check_open(self, session: Session) -> None:
+        """Raise unless the session can still take requests."""
+        if session.closing or session.phase in (Phase.BROKEN, Phase.CLOSED):
+            state = "closed" if session.closing else session.phase.value
+            raise BadRequest(f"session {session.id} is {state}; create another", field="session")
+
+    def _continues(self, session: Session) -> bool:
+        """Whether the session has tokens, or will have when the requests before this one have run."""
+        return bool(session.tokens) or any(request.session is session for request in self._loop.requests)
 
     def _begin_with(self, session: Session, history: SyntheticHistory) -> None:
         """Give a fresh session the tokens of a made-up history; the append of its first request writes the rows."""
@@ -279,7 +290,9 @@ class Engine:
     async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, Any], *, continues: bool) -> list[int]:
         """Token ids of a prompt in any of its forms. `continues`: the session has tokens already."""
         if isinstance(prompt, str):
-            return await self.tokenizer.encode_async(prompt)
+            return self._checked(await self.tokenizer.encode_async(prompt))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise BadRequest(f"a prompt is a text, token ids, or chat messages, not {type(prompt).__name__}", field="prompt")
         if all(isinstance(item, int) for item in prompt):
             return self._checked(prompt)  # type: ignore[arg-type]  # just checked
         messages = [item for item in prompt if isinstance(item, Mapping)]
@@ -289,7 +302,7 @@ class Engine:
         if continues:
             # What the template puts before the first turn is in the session already.
             text = text.removeprefix(self._lead())
-        return await self.tokenizer.encode_async(text)
+        return self._checked(await self.tokenizer.encode_async(text))
 
     def _lead(self) -> str:
         """What the template writes before any turn; "" if it refuses to render none."""

@@ -8,6 +8,7 @@ Invariants:
 """
 
 import asyncio
+import contextlib
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.chunk import Chunk, TokenLogprob, Usage
-from engine.errors import ForebayError
+from engine.errors import BadRequest, ForebayError
 from engine.protocol import SessionId
 from engine.request import Request
 
@@ -63,7 +64,7 @@ class Generation:
         request = self._request
         if request is None or not request.prompt:
             return Progress(0, 0)
-        done = request.cached + (0 if request.append is None else request.append.done_rows)
+        done = request.cached + (request.appended_rows if request.append is None else request.append.done_rows)
         return Progress(done, len(request.prompt))
 
     async def prompt(self) -> tuple[int, ...]:
@@ -80,8 +81,8 @@ class Generation:
             text.append(last.text)
             tokens.extend(last.token_ids)
             logprobs.extend(last.logprobs)
-        assert last is not None, "a generation has a last chunk, or an error"
-        assert last.finish_reason is not None, "the last chunk says why it ended"
+        if last is None or last.finish_reason is None:
+            raise BadRequest("this generation was closed, or is read by somebody else")
         return Completion("".join(text), tuple(tokens), last.finish_reason, last.usage, tuple(logprobs))
 
     async def _begin(self) -> Request:
@@ -92,7 +93,10 @@ class Generation:
                 request = await self._start()
                 self._request = request
                 # Dropping the generation without closing it must stop the work too.
-                weakref.finalize(self, self._abort, request).atexit = False
+                # The collector may find it on any thread.
+                weakref.finalize(self, _abort_on_loop, asyncio.get_running_loop(), self._abort, request).atexit = False
+                if self._closed:
+                    self._abort(request)
         return self._request
 
     def __aiter__(self) -> Self:
@@ -103,10 +107,14 @@ class Generation:
             raise StopAsyncIteration
         request = await self._begin()
         item = await request.chunks.get()
-        if isinstance(item, ForebayError):
+        if self._ended:
+            request.chunks.put_nowait(item)  # another reader had the last item: it stays for whoever else waits
+            raise StopAsyncIteration
+        if isinstance(item, ForebayError) or item.finish_reason is not None:
             self._ended = True
+            request.chunks.put_nowait(item)
+        if isinstance(item, ForebayError):
             raise item
-        self._ended = item.finish_reason is not None
         return item
 
     async def __aenter__(self) -> Self:
@@ -117,14 +125,17 @@ class Generation:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort and wait until the request has ended; nothing if it has."""
+        """Abort and wait until the request has ended; nothing if it has. Beside a reader: the reader gets the last chunk."""
         self._closed = True
+        if self._starting is not None:
+            async with self._starting:  # whoever is starting it finds it closed
+                pass
         request = self._request
-        if request is None or self._ended:
-            return
-        self._abort(request)
-        while True:
-            item = await request.chunks.get()
-            if isinstance(item, ForebayError) or item.finish_reason is not None:
-                self._ended = True
-                return
+        if request is not None:
+            self._abort(request)
+            await request.ended.wait()
+
+
+def _abort_on_loop(loop: asyncio.AbstractEventLoop, abort: Callable[[Request], None], request: Request) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
+        loop.call_soon_threadsafe(abort, request)

@@ -10,46 +10,23 @@ Invariants:
 """
 
 import asyncio
-from dataclasses import dataclass
 
 import structlog
 
 from engine.append import AppendOutput
 from engine.append_queue import AppendQueue
-from engine.decode import DecodeStep, StepEvents
+from engine.batches import Batches, Flight
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
 from engine.reads import Reads
 from engine.request import Request
-from engine.sampling_table import SamplingTable
 from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
-from memory.errors import DoesNotFit
-from memory.table import StepTable
-from streams import Event
+from engine.waiting_line import WaitingLine
 
 __all__ = ["StepLoop"]
 
 _log = structlog.get_logger("engine")
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """Buffers of one batch size, and who is in its table."""
-
-    step: DecodeStep
-    table: StepTable
-    sampling: SamplingTable
-    members: tuple[Request, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step not followed yet."""
-
-    bucket: _Bucket
-    members: tuple[Request, ...]
-    events: StepEvents
 
 
 class StepLoop:
@@ -57,36 +34,54 @@ class StepLoop:
 
     def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int) -> None:
         self.stage = stage
-        self.waiting: list[Request] = []
+        self._line = WaitingLine(stage, waiting_max, self._ended)
         self.decoding: list[Request] = []
-        self.steps = 0
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
-        self._waiting_max = waiting_max
-        self._buckets: dict[int, _Bucket] = {}
+        self._batches = Batches(stage)
         self._appends = AppendQueue(stage)
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._wake = asyncio.Event()
         self._closing = False
+        self._dead: BaseException | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def steps(self) -> int:
+        """Decode steps submitted so far."""
+        return self._batches.steps
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests that have not started, in order of arrival."""
+        return self._line.requests
 
     @property
     def appending(self) -> list[Request]:
         """Requests whose prompt is being read, oldest first."""
         return self._appends.requests
 
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Every request that has not ended."""
+        return (*self.waiting, *self.appending, *self.decoding)
+
     # What callers do.
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request. Raises NotAdmitted when the queue is full or its context can never fit."""
-        if self._closing:
-            raise NotAdmitted("the engine is draining; ask another one or try later", retry_after_s=5.0)
-        if len(self.waiting) >= self._waiting_max:
-            raise NotAdmitted(f"{len(self.waiting)} requests are waiting already; try later", retry_after_s=1.0)
-        self.waiting.append(request)
+        """Queue a request. Raises NotAdmitted: draining, a full line, or more than the stage can ever hold."""
+        self.check_open()
+        self._line.enqueue(request)
         self._idle.clear()
         self._wake.set()
+
+    def check_open(self) -> None:
+        """Raise NotAdmitted once no request is taken any more."""
+        if self._dead is not None:
+            raise NotAdmitted(f"the engine has stopped: {self._dead}")
+        if self._closing:
+            raise NotAdmitted("the engine is draining; ask another one or try later", retry_after_s=5.0)
 
     def abort(self, request: Request) -> None:
         """Stop a request within one step. Safe at any time, from the loop's thread."""
@@ -114,39 +109,60 @@ class StepLoop:
         if session.memory is not None:
             self.reads = self.reads.plus([session.memory])
             session.memory.close()
+            self._line.closed(session.memory)
             session.memory = None
 
     # The loop.
 
     async def run(self) -> None:
-        """Until `close` was called and everything has ended."""
-        while True:
-            self._reap()
-            if not (self.waiting or self.appending or self.decoding or self._flight is not None):
-                self._idle.set()
-                if self._closing:
-                    return
-            decision = decide(
-                self.waiting,
-                self.appending,
-                self.decoding,
-                session_idle=_startable,
-                may_step=self._may_step,
-                steps_taken=self.steps,
-                decode_batch_limit=self._limit,
-            )
-            for request in decision.admit:
-                # Two requests of one session may both have been offered.
-                if _startable(request) and not self._admit(request):
-                    break
-            await self._turn(decision)
-            await asyncio.sleep(0)  # readers get a turn even when every event was done already
+        """Until `close` was called and everything has ended. If it dies, every request ends with an error and the cause is raised."""
+        try:
+            while not (self._closing and self._nothing_left()):
+                await self._run_turn()
+        except BaseException as error:
+            self._die(error)
+            raise
+        finally:
+            self._idle.set()
+
+    def _nothing_left(self) -> bool:
+        left = bool(self.requests) or self._flight is not None
+        if not left:
+            self._idle.set()
+        return not left
+
+    def _die(self, error: BaseException) -> None:
+        self._dead = error
+        for request in self.requests:
+            request.fail(SessionBroken(f"the engine has stopped: {type(error).__name__}: {error}"))
+            request.ended.set()
+        for line in (self.waiting, self.appending, self.decoding):
+            line.clear()
+
+    async def _run_turn(self) -> None:
+        """Decide, admit, submit, follow."""
+        self._reap()
+        self._nothing_left()
+        decision = decide(
+            self.waiting,
+            self.decoding,
+            session_idle=self._line.startable,
+            may_step=self._may_step,
+            steps_taken=self._batches.steps,
+            decode_batch_limit=self._limit,
+        )
+        for request in decision.admit:
+            # Two requests of one session may both have been offered.
+            if self._line.startable(request) and not self._admit(request):
+                break
+        await self._turn(decision)
+        await asyncio.sleep(0)  # readers get a turn even when every event was done already
 
     async def _turn(self, decision: Decision[Request]) -> None:
         """Submit what was decided, then follow what was in flight."""
         previous, self._flight = self._flight, None
         if decision.decode:
-            self._flight = self._submit_step(decision.decode, previous)
+            self._flight = self._batches.submit(decision.decode, previous)
         self._append_turn()
         if previous is not None:
             await self._follow(previous)
@@ -161,78 +177,54 @@ class StepLoop:
 
     async def _wait_work(self) -> None:
         """Nothing runs: wait for a session's last operations, or for a caller."""
-        for request in self.waiting:
-            memory = request.session.memory
-            if request.session.idle and memory is not None and memory.operations.outstanding:
-                await memory.operations.settle()
-                return
+        settling = self._line.settling
+        if self.waiting and settling is not None:
+            await settling.operations.settle()
+            return
         self._wake.clear()
-        if not any(request.aborted or _startable(request) for request in self.waiting) and not (self._closing and not self.waiting):
+        if not self._line.can_move() and not (self._closing and not self.waiting):
             await self._wake.wait()
 
     async def _wait_room(self) -> None:
-        """Nobody may step before a copyback completes: wait for one, and end those whose copies failed."""
+        """Nobody may step before a copyback completes: wait for one."""
         await self.stage.streams.copyback.idle()
-        for request in list(self.decoding):
-            memory = request.session.memory
-            if memory is not None and memory.operations.broken is not None:
-                self._break(request, SessionBroken(f"a copy to host memory failed: {memory.operations.broken}"))
-        stuck = [request for request in self.decoding if request.may_step and not self._may_step(request)]
+        stuck = [one for one in self.decoding if one.may_step and not self._may_step(one) and _broken(one) is None]
         assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
 
     def _reap(self) -> None:
-        """End aborted requests that no operation is in flight for."""
-        for request in [one for one in self.waiting if one.aborted]:
-            self.waiting.remove(request)
-            request.end("abort")
-            self._ended(request)
+        """End requests that were aborted or whose session broke, once no operation is in flight for them."""
+        self._line.reap()
         for request in [one for one in self.appending if one.aborted and self._appends.may_stop(one)]:
             self._appends.stop(request)
             self._end_append(request, None)
-        for request in [one for one in self.decoding if one.aborted and one.in_flight == 0]:
-            request.end("abort")
-            self._leave(request)
+        for request in [one for one in self.decoding if one.in_flight == 0]:
+            if request.aborted:
+                request.end("abort")
+                self._leave(request)
+            elif (broken := _broken(request)) is not None:
+                self._break(request, SessionBroken(f"a copy to host memory failed: {broken}"))
 
     # Admission and append.
 
     def _admit(self, request: Request) -> bool:
-        """Take memory for a request and start its append; returns False if it must wait for memory."""
-        session = request.session
-        if session.memory is not None and session.memory.operations.broken is not None:
-            self.waiting.remove(request)
-            session.move(Phase.BROKEN)
-            request.fail(SessionBroken(f"a copy to host memory failed: {session.memory.operations.broken}"))
-            self._ended(request)
-            return True
-        tokens_max = len(session.tokens) + len(request.appended) + request.max_tokens
-        try:
-            if session.memory is None:
-                session.memory = self.stage.placement.open(session.id, tokens_max)
-            else:
-                self.stage.placement.grow(session.memory, tokens_max)
-        except DoesNotFit as error:
-            if self.appending or self.decoding:
-                return False  # somebody who runs will give memory back
-            self.waiting.remove(request)
-            request.fail(NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
-            self._ended(request)
-            return True
-        self.waiting.remove(request)
-        request.cached = session.memory.counts.logical if request.history is None else request.history.rows
-        session.tokens.extend(request.appended)
-        request.prompt = tuple(session.tokens)
-        session.move(Phase.APPENDING)
-        self._appends.start(request)
-        return True
+        """Start a request's append if its memory can be had; returns False if it must wait for memory."""
+        admitted = self._line.admit(request, others_run=bool(self.appending or self.decoding))
+        if admitted:
+            session = request.session
+            assert session.memory is not None, "admitted with memory"
+            request.cached = session.memory.counts.logical if request.history is None else request.history.rows
+            session.tokens.extend(request.appended)
+            request.begin(tuple(session.tokens), self.stage.model.config.vocabulary)
+            session.move(Phase.APPENDING)
+            self._appends.start(request)
+        return admitted is not False
 
     def _append_turn(self) -> None:
         """Follow and submit one unit of the oldest append."""
         ended = self._appends.turn()
         if ended is None:
             return
-        request, failure = ended
-        assert request.append is not None
-        output = request.append.output
+        request, output, failure = ended
         if failure is not None:
             self._end_append(request, SessionBroken(f"appending failed: {failure}"))
         elif output.bad_layer >= 0:
@@ -273,51 +265,7 @@ class StepLoop:
         memory = request.session.memory
         return request.may_step and memory is not None and memory.room(memory.counts.logical, 1)
 
-    def _bucket(self, size: int) -> _Bucket:
-        """The smallest power-of-two batch that holds `size` rows."""
-        places = 1 << (size - 1).bit_length()
-        found = self._buckets.get(places)
-        if found is None:
-            table = StepTable(places, self.stage.table_layout)
-            found = self._buckets[places] = _Bucket(DecodeStep(self.stage, places), table, SamplingTable(places))
-        return found
-
-    def _submit_step(self, members: tuple[Request, ...], previous: _Flight | None) -> _Flight:
-        bucket = self._bucket(len(members))
-        stale = bucket.members != members
-        for request in members:
-            memory = request.session.memory
-            assert memory is not None
-            memory.ensure_rows(memory.counts.logical + 1, self.stage.streams.compute)
-        after = [] if previous is None else [previous.events.done]
-        if stale:
-            after.append(self._rewrite(bucket, members))
-        session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
-        keep_logits = any(request.wants_logits for request in members)
-        events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
-        for request in members:
-            assert request.session.memory is not None
-            request.session.memory.advance(1)
-            request.session.memory.operations.hold(events.output)
-            request.in_flight += 1
-        self.steps += 1
-        return _Flight(bucket, members, events)
-
-    def _rewrite(self, bucket: _Bucket, members: tuple[Request, ...]) -> Event[None]:
-        """Set the tables to these members by one stream-ordered operation; if it fails, so must the step that would read others' places."""
-        rows = [request.session.memory.table_row(1) for request in members if request.session.memory is not None]
-        states = [request.state for request in members]
-        bucket.members = members
-
-        write_table = bucket.table.rewrite(rows)
-
-        def rewrite() -> None:
-            write_table()
-            bucket.sampling.rewrite(states)
-
-        return self.stage.streams.compute.submit(rewrite, label="table.rewrite")
-
-    async def _follow(self, flight: _Flight) -> None:
+    async def _follow(self, flight: Flight) -> None:
         """Read a step's tokens and act on them."""
         await flight.events.output.wait_done()
         failure = flight.events.output.error()
@@ -333,8 +281,8 @@ class StepLoop:
                 if output.bad_layer[place] >= 0:
                     self._break(request, _not_finite(output.bad_layer[place], self.stage.model.config.layers))
                     continue
-                if memory.operations.broken is not None:
-                    self._break(request, SessionBroken(f"an operation of the session failed: {memory.operations.broken}"))
+                if (broken := _broken(request)) is not None:
+                    self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
                     continue
                 memory.commit(1, self.stage.copyback, flight.events.done)
                 logits = None if output.logits is None or not request.wants_logits else output.logits[place]
@@ -364,28 +312,47 @@ class StepLoop:
         if request.in_flight == 0:
             self._leave(request)
 
-    def _fail_step(self, flight: _Flight, failure: BaseException) -> None:
-        cleared = flight.bucket.step.abort(flight.bucket.table, session="")
+    def _fail_step(self, flight: Flight, failure: BaseException) -> None:
+        """End those a failed operation concerns. Members of a step that only came after a failed one lose nothing: none of it ran."""
+        for request in flight.members:
+            request.in_flight -= 1
+        if flight.failed is not None:
+            self._retract(flight)
+            return
+        following = self._flight
+        if following is not None and flight.events.done.error() is not None:
+            following.failed = flight.members
         _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
+        # The plans speak of places: once the table names other sessions there, they are of no use, and the maps go with their sessions.
+        same_table = following is None or following.bucket is not flight.bucket or following.members == flight.members
+        cleared = flight.bucket.step.abort(flight.bucket.table, session="") if same_table else None
         for request in flight.members:
             assert request.session.memory is not None, "memory outlives the steps that read it"
-            request.session.memory.operations.hold(cleared)  # it writes the session's maps, which are given back below
-            request.in_flight -= 1
+            if cleared is not None:
+                request.session.memory.operations.hold(cleared)  # it writes the session's maps, which are given back below
             self._break(request, SessionBroken(f"a decode step failed: {failure}"))
+
+    def _retract(self, flight: Flight) -> None:
+        """Take back the rows of a step that never ran."""
+        for request in flight.members:
+            memory = request.session.memory
+            assert memory is not None, "memory outlives the steps that read it"
+            memory.counts.truncate(memory.counts.logical - 1)  # the device never advanced
+            if request.in_flight == 0 and (request.broken or request.finished or request.aborted):
+                request.end("abort")
+                self._leave(request)
 
     def _ended(self, request: Request) -> None:
         """Once no operation of the request is outstanding."""
         self.release(request)
         request.ended.set()
-        for bucket in self._buckets.values():
-            if request in bucket.members:
-                bucket.members = ()  # the next step on it rewrites the table
+        self._batches.forget(request)
 
 
-def _startable(request: Request) -> bool:
-    """Whether the request's session can take it now: nobody runs in it and nothing of it is in flight."""
+def _broken(request: Request) -> BaseException | None:
+    """What broke the session's memory, if anything did."""
     memory = request.session.memory
-    return request.session.idle and (memory is None or memory.operations.outstanding == 0)
+    return None if memory is None else memory.operations.broken
 
 
 def _not_finite(layer: int, layers: int) -> SessionBroken:

@@ -10,12 +10,13 @@ Invariants:
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from engine.append import AppendRun
 from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
-from engine.errors import ForebayError
+from engine.errors import BadRequest, ForebayError
 from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.sampling_table import SamplingState
@@ -25,21 +26,30 @@ from engine.text.stop import StopScanner
 from engine.text.tokenizer import Tokenizer
 from kernels.sample import log_probabilities, top_logprobs
 
-__all__ = ["Request"]
+__all__ = ["Limits", "Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Counts of tokens that bound every request of an engine."""
+
+    context_max: int
+    default_max_tokens: int
 
 
 class Request:
     """State of one generation. Built by the engine once the prompt is known."""
 
     def __init__(
-        self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, max_tokens: int,
+        self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, limits: Limits, seed: int,
         eos: Sequence[int], tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
+        """Raises BadRequest if the context cannot hold it behind the session's present tokens."""
         self.id = request_id
         self.session = session
         self.appended = list(appended)  # tokens this request adds before it generates
         self.sampling = sampling
-        self.max_tokens = max_tokens
+        self.max_tokens = 0
         self.chunks: asyncio.Queue[Chunk | ForebayError] = asyncio.Queue()
         self.aborted = False
         self.finished = False
@@ -49,13 +59,33 @@ class Request:
         self.cached = 0
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
-        self.append: AppendRun | None = None
+        self.append: AppendRun | None = None  # while the prompt is read
+        self.appended_rows = 0  # of finished chunks, once it was read
         self.history: SyntheticHistory | None = None  # what its fresh session begins with
         self.state: SamplingState | None = None
+        self._limits = limits
+        self._seed = seed
+        self.fit(len(session.tokens))
         self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._scanner = StopScanner(sampling.stop, include_stop=sampling.include_stop)
+
+    def fit(self, held: int) -> None:
+        """Settle how many tokens it may generate behind `held` tokens of its session. Raises BadRequest: no room."""
+        prompt, asked = held + len(self.appended), self.sampling.max_tokens
+        room = self._limits.context_max - prompt
+        if room < (asked or 1):
+            field = "prompt" if asked is None or room < 1 else "max_tokens"
+            raise BadRequest(
+                f"{prompt} prompt tokens and {asked or 1} new ones exceed the context of {self._limits.context_max} tokens", field=field
+            )
+        self.max_tokens = asked or min(self._limits.default_max_tokens, room)
+
+    def begin(self, prompt: tuple[int, ...], vocabulary: int) -> None:
+        """Its turn has come: the whole context it continues is known."""
+        self.prompt = prompt
+        self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary)
 
     @property
     def wants_logits(self) -> bool:

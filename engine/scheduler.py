@@ -4,7 +4,6 @@ Invariants:
 1. Waiting requests are offered memory in order of arrival; one whose session is busy does not hold up those behind it. The loop stops
    at the first that does not fit, so that small requests never starve a large one.
 2. Every decoding session that may step is in the next step, at most `decode_batch_limit`; when there are more, turns rotate.
-3. Appends run one unit at a time between steps, oldest first: one append ring a stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +19,15 @@ R = TypeVar("R")
 class Decision(Generic[R]):
     """What to do in one turn.
 
-    admit: offer these memory, in order, up to the first that does not fit. decode: members of the next step. append: whose unit is next.
+    admit: offer these memory, in order, up to the first that does not fit. decode: members of the next step.
     """
 
     admit: tuple[R, ...]
     decode: tuple[R, ...]
-    append: R | None
 
 
 def decide(
     waiting: Sequence[R],
-    appending: Sequence[R],
     decoding: Sequence[R],
     *,
     session_idle: Callable[[R], bool],
@@ -41,7 +38,7 @@ def decide(
     """Decide one turn of the loop.
 
     Args:
-        waiting, appending, decoding: requests in order of arrival.
+        waiting, decoding: requests in order of arrival.
         session_idle: whether the request's session can take it now.
         may_step: whether the request's session can take one more row now (ring room, length not yet reached).
         steps_taken: turns so far; rotates who steps when more decode than fit a step.
@@ -51,4 +48,4 @@ def decide(
     if len(able) > decode_batch_limit:
         first = (steps_taken * decode_batch_limit) % len(able)
         able = (able[first:] + able[:first])[:decode_batch_limit]
-    return Decision(tuple(admit), tuple(able), appending[0] if appending else None)
+    return Decision(tuple(admit), tuple(able))

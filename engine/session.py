@@ -46,7 +46,7 @@ _MOVES: Final = {
 class Session:
     """One conversation. `temporary`: made for a single request and closed with it."""
 
-    __slots__ = ("_phase", "id", "memory", "revision", "temporary", "tokens")
+    __slots__ = ("_phase", "closing", "id", "memory", "revision", "temporary", "tokens")
 
     def __init__(self, session_id: SessionId, *, temporary: bool) -> None:
         self.id = session_id
@@ -54,6 +54,7 @@ class Session:
         self.tokens: list[int] = []
         self.memory: SessionMemory | None = None
         self.revision = 0
+        self.closing = False  # nobody may begin in it any more
         self._phase = Phase.NEW
 
     @property

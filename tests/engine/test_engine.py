@@ -321,3 +321,74 @@ async def test_one_run_equals_another(checkpoint: Path) -> None:
     turns = [([5, 6, 7] * 30, 20)]
     first, second = await run(checkpoint, small(hot_rows=16), turns), await run(checkpoint, small(hot_rows=16), turns)
     assert first.same_bits(second)
+
+
+async def test_a_request_behind_one_that_breaks_its_session_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests on one session: when the first breaks it the second fails too, at once, instead of waiting for ever."""
+    async with Engine.open(checkpoint, small(hot_rows=16)) as engine:
+        session = await engine.create_session()
+        layer = engine._stage.model.layers[2]
+        real = type(layer).feed_forward
+        monkeypatch.setattr(type(layer), "feed_forward", lambda self, x: real(self, x) * (float("nan") if self.layer == 2 else 1.0))
+        results = await asyncio.wait_for(
+            asyncio.gather(*(engine.generate([1, 2], greedy(3), session=session).complete() for _ in range(2)), return_exceptions=True), 60
+        )
+        assert all(isinstance(result, SessionBroken) for result in results)
+
+
+async def test_requests_on_a_session_that_closes_are_told() -> None:
+    """A prompt still being tokenised when its session is closed is refused; a queued one ends."""
+    async with Engine.open(DEMO, demo_config(context_max=60_000, host_memory_bytes=256 << 20)) as engine:
+        session = await engine.create_session()
+        asked = asyncio.ensure_future(engine.generate("#\n" * 20_000, Sampling(max_tokens=4), session=session).complete())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine.close_session(session)
+        with pytest.raises(BadRequest, match="closed"):
+            await asyncio.wait_for(asked, 60)
+        assert engine.statistics().waiting == 0
+
+
+async def test_closing_beside_a_reader(checkpoint: Path) -> None:
+    """`aclose` from other tasks, twice, ends while another task reads; the reader gets the last chunk; completing afterwards is refused."""
+    async with Engine.open(checkpoint, small(hot_rows=16)) as engine:
+        generation = engine.generate([1], greedy(2000))
+        await anext(generation)
+
+        async def read() -> str | None:
+            reason = None
+            async for chunk in generation:
+                reason = chunk.finish_reason
+            return reason
+
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(generation.aclose(), generation.aclose()), 60)
+        assert await asyncio.wait_for(reading, 60) in ("abort", None)
+        with pytest.raises(BadRequest, match="closed"):
+            await generation.complete()
+
+
+async def test_two_requests_of_a_session_share_its_context(checkpoint: Path) -> None:
+    """The second is judged by what the first has left: it is refused when the session's tokens would exceed the context."""
+    async with Engine.open(checkpoint, small(context_max=160)) as engine:
+        session = await engine.create_session()
+        first, second = await asyncio.gather(
+            engine.generate([5] * 50, greedy(30), session=session).complete(),
+            engine.generate([6] * 50, greedy(60), session=session).complete(),
+            return_exceptions=True,
+        )
+        assert not isinstance(first, BaseException)
+        assert isinstance(second, BadRequest)
+        assert second.field == "max_tokens"
+        assert len(engine._sessions[session].tokens) == 80
+        third = await engine.generate([7] * 10, Sampling(temperature=0.0, ignore_eos=True), session=session).complete()
+        assert third.usage.completion_tokens == 160 - 90
+
+
+@pytest.mark.parametrize("prompt", [5, None, b"abc"])
+async def test_prompts_of_no_known_form_are_refused(checkpoint: Path, prompt: object) -> None:
+    """Something that is no text, no ids and no messages is a BadRequest naming the prompt."""
+    async with Engine.open(checkpoint, small()) as engine:
+        with pytest.raises(BadRequest, match="a prompt is a text"):
+            await anext(engine.generate(prompt, greedy(1)))  # type: ignore[arg-type]

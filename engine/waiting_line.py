@@ -1,0 +1,123 @@
+"""Requests that have not started: who is refused, who waits, who gets memory.
+
+Holds the line and the memories that are given back but still in flight. Does not know what runs, nor how.
+
+Invariants:
+1. A request leaves the line exactly once: started, refused with an error, or aborted.
+2. What can never fit, with nobody else there, is refused at once; what does not fit now waits while somebody will give memory back.
+3. Everything that depends on the session's tokens is judged when the request starts, not when it was queued.
+"""
+
+from collections.abc import Callable
+
+from engine.errors import BadRequest, ForebayError, NotAdmitted, SessionBroken
+from engine.request import Request
+from engine.session import Phase, Session
+from engine.stage import Stage
+from memory.errors import DoesNotFit
+from memory.session import SessionMemory
+
+__all__ = ["WaitingLine"]
+
+
+class WaitingLine:
+    """Waiting requests of one stage, in order of arrival. Loop thread only."""
+
+    def __init__(self, stage: Stage, waiting_max: int, ended: Callable[[Request], None]) -> None:
+        """Args: ended: told of every request that leaves the line without having started."""
+        self.requests: list[Request] = []
+        self._stage = stage
+        self._waiting_max = waiting_max
+        self._ended = ended
+        self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request. Raises NotAdmitted when the line is full or the request can never fit."""
+        if len(self.requests) >= self._waiting_max:
+            raise NotAdmitted(f"{len(self.requests)} requests are waiting already; try later", retry_after_s=1.0)
+        self._check_size(request)
+        self.requests.append(request)
+
+    def _check_size(self, request: Request) -> None:
+        """Raise NotAdmitted if the whole stage is too small for the request's session."""
+        tokens_max = self._tokens_max(request)
+        needs, arena = self._stage.placement.needs(tokens_max), self._stage.arena.statistics()
+        missing = needs.host_bytes - arena.blocks * arena.block_bytes
+        if missing > 0:
+            raise NotAdmitted(
+                f"a context of {tokens_max} tokens can never fit: {missing} bytes of host memory missing; ask for fewer tokens"
+            )
+
+    @staticmethod
+    def _tokens_max(request: Request) -> int:
+        return len(request.session.tokens) + len(request.appended) + request.max_tokens
+
+    def reap(self) -> None:
+        """End those that were aborted or whose session is gone."""
+        for request in list(self.requests):
+            if request.aborted:
+                self.requests.remove(request)
+                request.end("abort")
+                self._ended(request)
+            elif request.session.phase in (Phase.BROKEN, Phase.CLOSED):
+                self._refuse(request, SessionBroken(f"session {request.session.id} ended before this request began; create another"))
+
+    def startable(self, request: Request) -> bool:
+        """Whether the request's session can take it now: nobody runs in it and nothing of it is in flight."""
+        memory = request.session.memory
+        return request.session.idle and (memory is None or memory.operations.outstanding == 0)
+
+    def admit(self, request: Request, *, others_run: bool) -> bool | None:
+        """Take memory for a startable request. Returns True: it has left the line and starts; None: it was refused; False: it waits."""
+        session = request.session
+        broken = None if session.memory is None else session.memory.operations.broken
+        try:
+            if broken is not None:
+                session.move(Phase.BROKEN)
+                raise SessionBroken(f"a copy to host memory failed: {broken}")
+            request.fit(len(session.tokens))
+            if not request.appended and request.history is None and len(session.tokens) == session.rows:
+                raise BadRequest("the prompt has no tokens", field="prompt")
+            self._check_size(request)
+        except ForebayError as error:
+            self._refuse(request, error)
+            return None
+        if not self._take_memory(session, self._tokens_max(request), others_run or self.settling is not None, request):
+            return False if request in self.requests else None
+        self.requests.remove(request)
+        return True
+
+    def _take_memory(self, session: Session, tokens_max: int, may_wait: bool, request: Request) -> bool:
+        try:
+            if session.memory is None:
+                session.memory = self._stage.placement.open(session.id, tokens_max)
+            else:
+                self._stage.placement.grow(session.memory, tokens_max)
+        except DoesNotFit as error:
+            if not may_wait:  # idle sessions hold the rest, and nobody makes them give it back
+                self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
+            return False
+        return True
+
+    def _refuse(self, request: Request, error: ForebayError) -> None:
+        self.requests.remove(request)
+        request.fail(error)
+        self._ended(request)
+
+    def closed(self, memory: SessionMemory) -> None:
+        """A session's memory was closed: what it held is free once its operations are done."""
+        self._closing = [one for one in self._closing if one.operations.outstanding]
+        if memory.operations.outstanding:
+            self._closing.append(memory)
+
+    @property
+    def settling(self) -> SessionMemory | None:
+        """Memory whose operations a waiting request may be waiting for: closed, or of a session between two requests."""
+        between = (request.session.memory for request in self.requests if request.session.idle)
+        return next((memory for memory in (*self._closing, *between) if memory is not None and memory.operations.outstanding), None)
+
+    def can_move(self) -> bool:
+        """Whether the next turn of the loop would change the line."""
+        return any(
+            request.aborted or request.session.phase in (Phase.BROKEN, Phase.CLOSED) or self.startable(request) for request in self.requests
+        )
