@@ -17,7 +17,6 @@ import engine.decode
 import kernels.round.reference
 import kernels.step.reference
 from engine.chain import Chain
-from engine.loop import StepLoop
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from kernels.place import state_values
 from memory.allotment import Allotment
@@ -268,18 +267,16 @@ def failed_registration_keeps_memory() -> None:
     HostBuffer.close = lambda self: None  # type: ignore[method-assign]
 
 
-def rollback_forgotten() -> None:
-    """Rows of a step that nobody wants any more stay."""
-    real = StepLoop._leave
+def cut_not_told_to_the_device() -> None:
+    """A rollback moves the host's counts and not the device's."""
+    module = sys.modules["memory.offload"]
+    real = module.write_state  # type: ignore[attr-defined]
 
-    def leave(self: StepLoop, request: Any) -> None:
-        temporary, request.session.temporary = request.session.temporary, True
-        try:
-            real(self, request)
-        finally:
-            request.session.temporary = temporary
+    def write(state: Tensor, field: int, value: int) -> None:
+        if field != StateField.LOGICAL or sys._getframe(1).f_code.co_name != "apply":  # the name of a cut's work
+            real(state, field, value)
 
-    StepLoop._leave = leave  # type: ignore[method-assign]
+    module.write_state = write  # type: ignore[attr-defined]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
@@ -290,6 +287,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
         partial_flush_frees_ring_rows, block_freed_with_a_copy_in_flight, cancelled_wait_frees, two_layers_at_one_address,
         truncation_without_a_new_epoch, slot_map_not_cleared, index_keys_late, table_rewritten_out_of_order, append_ring_reused_early,
         copyback_hook_skipped, raise_jumps_over_a_lost_copy, snapshot_inside_a_block, deep_cut_keeps_the_maps, shared_block_written_again,
-        failed_registration_keeps_memory, rollback_forgotten,
+        failed_registration_keeps_memory, cut_not_told_to_the_device,
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ from kernels.layout import BLOCK_ROWS
 from memory.barrier import barrier, verify_mirror
 from memory.errors import BarrierFailed, CopybackInFlight, DoesNotFit
 from memory.host import NoRegistration
-from streams import Fault, StreamError
+from streams import Event, Fault, StreamError
 
 __all__ = ["LIVES"]
 
@@ -150,7 +150,7 @@ async def ring(scene: Scene) -> None:
     ground = Ground(scene, hot_rows=scene.rng.choice((8, 24)))
     one = Life(ground, "one", 480)
     await one.decode(scene.rng.choice([3, 64, 100, 127]), each=32)
-    if scene.rng.random() < 0.7:
+    if scene.rng.random() < 0.8:
         assert await barrier(one.session, ground.copyback) == len(one.salts)
     await one.decode_ahead(300, each=32)
     await one.decode_ahead(8, each=4)
@@ -207,6 +207,47 @@ async def waiters(scene: Scene) -> None:
             scene.backend.release(event)
     await ground.copyback.stream.idle()
     await ground.compute.idle()
+
+
+async def lost_copy(scene: Scene) -> None:
+    """One copy of several in flight is lost: no later one is counted past it, and the barrier refuses."""
+    ground = Ground(scene)
+    one = Life(ground, "one", 240)
+    await one.decode_ahead(200, each=32)
+    await one.session.operations.settle()
+    scene.watch.poll()
+    assert one.session.operations.broken is not None, "a copy was lost and nobody minds"
+    try:
+        await barrier(one.session, ground.copyback)
+    except BarrierFailed:
+        await one.session.operations.settle()
+        one.session.close()
+        return
+    raise AssertionError("the barrier passed over a lost copy")
+
+
+async def chunks(scene: Scene) -> None:
+    """A session's chunk begins while the copies of another's are in flight: the append ring is one, and in order."""
+    ground = Ground(scene, resident=False)
+    pair = [Life(ground, name, 480) for name in ("one", "two")]
+    ends: list[tuple[Life, Event[None], list[int]]] = []
+    for _ in range(4):
+        for one in pair:
+            for life_of, ended, salts in [end for end in ends if end[0] is one]:
+                await ended
+                life_of.salts += salts
+                ends.remove((life_of, ended, salts))
+            chunk, written, salts = one.submit_chunk(scene.rng.choice([1, 40, 64, 100]))
+            if scene.rng.random() < 0.2:
+                chunk.abandon([written])
+            else:
+                ends.append((one, chunk.finish(ground.compute, ground.copyback, written), salts))
+    for one, ended, salts in ends:
+        await ended
+        one.salts += salts
+    for one in pair:
+        one.written.salts = tuple(one.salts)
+    await _end(pair)
 
 
 async def broken_cut(scene: Scene) -> None:
@@ -303,7 +344,7 @@ def _any_failure(rng: random.Random) -> tuple[Fault, ...]:
 
 
 def _late_copies(rng: random.Random) -> tuple[Fault, ...]:
-    return tuple(Fault("copyback", nth, "delay") for nth in range(rng.randrange(4), 12))
+    return tuple(Fault("copyback", nth, "delay") for nth in range(rng.randrange(4), 6))
 
 
 LIVES = (
@@ -311,10 +352,12 @@ LIVES = (
     Scenario("company", company),
     Scenario("life with late copies", life, _late_copies),
     Scenario("life with failures", lost, _any_failure, weight=8),
-    Scenario("full ring", ring, _late_copies),
+    Scenario("full ring", ring, lambda rng: tuple(Fault("copyback", nth, "delay") for nth in range(12))),
+    Scenario("lost copy", lost_copy, lambda rng: (Fault("copyback", rng.randrange(3)),), weight=3),
+    Scenario("chunks", chunks, weight=3),
     Scenario("sharing", sharing, weight=3),
     Scenario("waiters", waiters, weight=4),
-    Scenario("broken cut", broken_cut, lambda rng: (Fault("truncate"), Fault("copyback", 0, "delay")), weight=1),
+    Scenario("broken cut", broken_cut, lambda rng: (Fault("truncate"), Fault("copyback", 0, "delay")), weight=2),
     Scenario("registration", registration, weight=1),
     Scenario("scarce blocks", scarce, weight=3),
 )
