@@ -11,7 +11,6 @@
 import asyncio
 import errno
 import hmac
-import ipaddress
 import math
 import os
 import re
@@ -34,6 +33,7 @@ from engine.commands.signals import Signals
 from engine.commands.terminal import complain, forget_output
 from engine.config import ServerConfig
 from engine.errors import BadModel, BadRequest, ForebayError
+from engine.malformed import MALFORMED, http_logger
 from engine.protocol import EngineFace, GenerationFace
 from engine.relay import Relay
 from engine.request_record import RequestRecord
@@ -160,13 +160,20 @@ async def _body(request: web.Request) -> bytes:
         raise HttpError(415, f"send Content-Type: application/json, not {request.content_type}")
     if (request.content_length or 0) > request.app[SERVICE].config.body_bytes_max:
         raise web.HTTPRequestEntityTooLarge(request.app[SERVICE].config.body_bytes_max, request.content_length or 0)
-    return await request.read()
+    try:
+        return await request.read()
+    except MALFORMED as error:
+        raise HttpError(400, "the body breaks off, or is not framed as its headers say") from error
 
 
 async def _parsed(request: web.Request, parse: Callable[[bytes], _Asked]) -> _Asked:
     """The checked request; a large body is decoded beside the loop."""
-    body = await _body(request)
-    return parse(body) if len(body) <= _LARGE_BYTES else await asyncio.to_thread(parse, body)
+    body, encoding = await _body(request), request.headers.get("Content-Encoding", "")
+
+    def read() -> _Asked:
+        return parse(api.decompress(body, encoding, request.app[SERVICE].config.body_bytes_max))
+
+    return read() if len(body) <= _LARGE_BYTES and not encoding else await asyncio.to_thread(read)
 
 
 def _check_model(engine: EngineFace, name: str | None) -> None:
@@ -326,18 +333,13 @@ def build_app(service: Service) -> web.Application:
     return app
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 @asynccontextmanager
 async def listening(service: Service) -> AsyncIterator[str]:
     """Listen while the block runs; yields the address. Raises CannotBind."""
     config = service.config
-    runner = web.AppRunner(build_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        build_app(service), handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False, logger=http_logger()
+    )  # fmt: skip
     await runner.setup()
     try:
         try:
@@ -346,7 +348,7 @@ async def listening(service: Service) -> AsyncIterator[str]:
             number = error.errno or 0  # failed look-ups of names have numbers of their own
             why = os.strerror(number) if number in errno.errorcode else error.strerror or str(error)
             raise CannotBind(f"cannot listen on {config.host}:{config.port}: {why}; choose another --host or --port") from error
-        if config.api_key is None and not _is_loopback(config.host):
+        if config.exposed:
             log.warning("server.exposed", host=config.host, advice="anyone who reaches this address may use it: set --api-key-file")
         host, port = runner.addresses[0][:2]
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -3,6 +3,7 @@
 Flags, FOREBAY_* variables and the TOML file all feed these fields (`engine/settings.py`); no other module reads the environment.
 """
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,3 +84,12 @@ class ServerConfig:
                 raise BadSetting(f"{name} must be {wanted}, not {getattr(self, name)!r}")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise BadSetting("api_key must not be empty nor begin or end with white space")
+
+    @property
+    def exposed(self) -> bool:
+        """Whether other machines may use it without a key."""
+        try:
+            loopback = ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            loopback = self.host == "localhost"
+        return self.api_key is None and not loopback

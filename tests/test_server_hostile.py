@@ -1,13 +1,17 @@
 """The server against what goes wrong around it: logs nobody reads, outputs that are closed, bodies that are no bodies."""
 
+import asyncio
 import io
+import json
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
+from structlog.testing import capture_logs
 
 import server
 from engine import logs
@@ -105,3 +109,72 @@ async def test_a_large_body_is_decoded_beside_the_loop(monkeypatch: pytest.Monke
             async with client.post("/tokenize", json={"prompt": 5, "model": "x" * size}) as response:
                 assert response.status == 400
     assert seen == [True, False]
+
+
+PLAIN = json.dumps(HELLO).encode()
+GZIP = zlib.compress(PLAIN, wbits=31)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("gzip", GZIP, 200), ("GZIP", GZIP, 200), ("deflate", zlib.compress(PLAIN), 200), ("identity", PLAIN, 200), ("", PLAIN, 200),
+        ("gzip", b"garbage", 400), ("gzip", b"", 400), ("gzip", GZIP[:-9], 400), ("gzip", GZIP + b"more", 400), ("gzip", PLAIN, 400),
+        ("deflate", GZIP, 400), ("deflate", b"garbage", 400),
+        ("br", b"garbage", 415), ("zstd", b"garbage", 415), ("nonsense", PLAIN, 415), ("gzip, gzip", GZIP, 415),
+        ("gzip", zlib.compress(b" " * 1_000_000, wbits=31), 413), ("gzip", zlib.compress(b" " * 65_537, wbits=31), 413),
+    ],
+    ids=map(str, range(18)),
+)  # fmt: skip
+async def test_compressed_bodies(encoding: str, body: bytes, status: int) -> None:
+    """gzip and deflate are read, up to the limit of a plain body; all else is refused in our shape, without a traceback in the log."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    with capture_logs() as lines:
+        async with (
+            served(FakeEngine([words("fine")]), body_bytes_max=65_536) as client,
+            client.post(CHAT, data=body, headers=headers) as response,
+        ):
+            assert response.status == status
+            assert response.content_type == "application/json"
+            if status != 200:
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+    assert [line["event"] for line in lines if line["log_level"] != "debug"] == ["request.finished"]
+
+
+async def answer_to(client: aiohttp.ClientSession, sent: bytes) -> bytes:
+    """What comes back for bytes sent as they stand."""
+    assert client._base_url is not None
+    reader, writer = await asyncio.open_connection(client._base_url.host, client._base_url.port)
+    writer.write(sent)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer s3cr\x00et\r\n\r\n",
+        b"GET /" + b"s3cret" * 2_000 + b" HTTP/1.1\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n3\r\n{  \r\ns3cret\r\n\r\n",
+    ],
+    ids=["version", "path", "header", "long", "length", "chunk", "second chunk"],
+)
+async def test_what_is_no_http_is_one_line(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes that are no request get a 400, and one log line that repeats none of them and holds no traceback."""
+    with capture_logs() as lines:
+        async with served(FakeEngine([words("x")])) as client:
+            answer = await answer_to(client, sent)
+    assert answer.split()[1] == b"400"
+    assert [line["event"] for line in lines if line["event"] == "request.malformed"] == ["request.malformed"]
+    assert not any("exception" in line or "exc_info" in line for line in lines)
+    assert "s3c" not in str(lines)
+    assert caplog.records == []

@@ -1,8 +1,8 @@
 """The wire: OpenAI-shaped requests and answers, and their translation to and from the engine's values.
 
-Parts: `requests.py` decodes and checks bodies, `translate.py` makes sampling, messages and prompts of them, `responses.py` is the
-shape of what goes out, `chunks.py` fills it from generated chunks, `limits.py` refuses prompts that cannot fit by their lengths,
-`failures.py` turns exceptions into bodies. No HTTP here.
+Parts: `bodies.py` takes off what a client compressed, `requests.py` decodes and checks bodies, `limits.py` refuses prompts that
+cannot fit by their lengths, `translate.py` makes sampling, messages and prompts of requests, `responses.py` is the shape of what goes
+out, `chunks.py` fills it from generated chunks, `failures.py` turns exceptions into bodies. No HTTP here.
 
 Chosen:
 - A field that we know and cannot serve (tools, n > 1, logit_bias, echo, best_of, structured output, the reserved `session`) is refused
@@ -12,6 +12,7 @@ Chosen:
 - msgspec decodes and checks types in one pass: no second model of the same fields.
 """
 
+from engine.api.bodies import decompress
 from engine.api.chunks import (
     AnswerHead,
     chat_answer,
@@ -32,7 +33,7 @@ from engine.api.translate import template_arguments, to_history, to_messages, to
 __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "TokenizeAnswer", "TokenizeRequest", "chat_answer",
     "chat_chunk", "chat_usage_chunk", "check_prompt_size", "check_text_size", "completion_answer", "completion_chunk",
-    "completion_usage_chunk", "encode", "encode_tokenized", "error_body", "error_fields", "parse_chat", "parse_completion",
-    "parse_tokenize", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "token_characters", "usage_counts",
-    "wants_usage",
+    "completion_usage_chunk", "decompress", "encode", "encode_tokenized", "error_body", "error_fields", "parse_chat",
+    "parse_completion", "parse_tokenize", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling",
+    "token_characters", "usage_counts", "wants_usage",
 ]  # fmt: skip
