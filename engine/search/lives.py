@@ -43,7 +43,7 @@ async def _move(life: Life) -> None:
     elif move == "append" and left:
         await life.append(min(left, rng.choice([1, 63, 64, 65, 130, CHUNK_ROWS])))
     elif move == "rollback" and left > 8 and session.room(len(life.salts), 8):
-        _roll_back(life)
+        await _roll_back(life)
     elif move == "truncate":
         await session.operations.settle()
         await life.roll_back(rng.randrange(len(life.salts) + 1))
@@ -63,12 +63,14 @@ async def _move(life: Life) -> None:
         life.ground.placement.grow(session, life.tokens_max)
 
 
-def _roll_back(life: Life) -> None:
-    """Two steps in flight; the host keeps a part of the rows, as after rejected drafts or a stop."""
+async def _roll_back(life: Life) -> None:
+    """Two steps in flight; the host keeps a part of the first one's rows, as after rejected drafts or a stop."""
     first = len(life.salts)
     kept = first + life.rng.randrange(5)
+    step = life.submit_step(4)
     life.submit_step(4)
-    life.submit_step(4)
+    if life.ground.scene.faulty:
+        await step  # rows of a step that failed are never kept
     event = life.roll_back(kept)
     life.session.commit(kept - first, life.ground.copyback, event)
 
