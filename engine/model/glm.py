@@ -12,12 +12,13 @@ Source: model.md, sections 2.1, 3 and 4.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.defaults import default_eos
 from engine.errors import BadModel
 from engine.model.config import ModelConfig
 from engine.model.files import TensorFiles
@@ -103,6 +104,8 @@ def load_model(
     Raises: BadModel: one line naming the file, tensor or field that is missing, misshapen, unexpected or unsupported.
     """
     config = ModelConfig.read(directory)
+    ends = dict.fromkeys((*config.eos_token_ids, *default_eos(Path(directory))))  # in order, each once
+    config = replace(config, eos_token_ids=tuple(ends))
     held = layers if layers is not None else range(config.layers)
     assert held.step == 1, f"a stage is consecutive layers, not {held}"
     assert 0 <= held.start < held.stop <= config.layers, f"no stage {held} of {config.layers} layers"

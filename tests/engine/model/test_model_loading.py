@@ -55,6 +55,18 @@ def test_shards_and_merged_experts_give_the_same_weights(plain: Path, tmp_path: 
     assert _same(first, load_model(write_checkpoint(TENSORS, CONFIG, tmp_path / "both", merged=True, shards=3)))
 
 
+@pytest.mark.parametrize(
+    ("content", "ends"),
+    [(None, (90, 92)), ("{}", (90, 92)), ('{"eos_token_id": 7}', (90, 92, 7)), ('{"eos_token_id": [92, 5, 90, 5]}', (90, 92, 5))],
+)  # fmt: skip
+def test_either_file_may_name_an_end(content: str | None, ends: tuple[int, ...], tmp_path: Path) -> None:
+    """A text ends at the tokens that config.json names and at those that generation_config.json names."""
+    directory = write_checkpoint(TENSORS, CONFIG, tmp_path)
+    if content is not None:
+        (directory / "generation_config.json").write_text(content)
+    assert load_model(directory).config.eos_token_ids == ends
+
+
 def test_weights_are_cut_as_the_formulas_need(plain: Path) -> None:
     """UK arrives transposed, UV as stored, gate rows before up rows; router and bias in float32."""
     model = load_model(plain)
