@@ -65,6 +65,8 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
     assert line("--help") == 0
     printed = capsys.readouterr().out
     assert all(command.name in printed and command.summary in printed for command in COMMANDS)
+    assert "Settings" in printed
+    assert "Every flag" not in printed
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

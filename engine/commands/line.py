@@ -63,7 +63,7 @@ def _overview(commands: Sequence[Command]) -> str:
             "commands:",
             *lines,
             "",
-            "Every flag may also be given as a FOREBAY_* variable or in a TOML file (--config).",
+            "Settings (the flags of forebay serve) may also be FOREBAY_* variables or keys of a TOML file (--config).",
             "forebay COMMAND --help says more; forebay --version says which version this is.",
         ]
     )
