@@ -10,7 +10,8 @@ Parts
     device.py   `DeviceBackend` (import it from there): streams of a GPU through torch.cuda, one poller a loop
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises
-    tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto
+    tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto;
+                `picture.py`: a tape as an SVG
     guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
@@ -44,6 +45,7 @@ from streams.errors import (
 )
 from streams.event import Event
 from streams.order import Cost, Fault, Order, SeededOrder
+from streams.picture import picture
 from streams.replay import ReplayOrder
 from streams.seal import sealed
 from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
@@ -55,7 +57,7 @@ __all__ = [
     "Event",
     "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
-    "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace",
+    "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace", "picture",
     "Clock", "RealClock",
     "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed", "DeviceLost",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",

@@ -10,6 +10,7 @@ Invariants:
 3. A reader refuses what it does not know: another version, an unknown record, a cut line.
 """
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ __all__ = [
     "TapeFile",
     "TapeRecorder",
     "submission_of",
+    "write_notes",
 ]
 
 TAPE_VERSION = 1
@@ -248,6 +250,11 @@ class Tape:
             raise TapeMismatch(f"{name} is empty: not even a header")
         return cls(header, tuple(records))
 
+    @property
+    def length_ns(self) -> int:
+        """Time of the last thing on it."""
+        return max((record.at_ns for record in self.records), default=0)
+
     def encode(self) -> bytes:
         """The tape as the bytes of its file."""
         return _encoder.encode(self.header) + b"\n" + _encoder.encode_lines(self.records)
@@ -284,3 +291,11 @@ def _words(record: Record | None) -> str:
     if record is None:
         return "the end of the tape"
     return _encoder.encode(record).decode()
+
+
+def write_notes(source: Path, target: Path, notes: dict[str, str]) -> None:
+    """Copy a tape file, whatever its length, with other notes in its header. Raises: OSError."""
+    with source.open("rb") as old, target.open("wb") as new:
+        old.readline()
+        new.write(_encoder.encode(Header(notes=notes)) + b"\n")
+        shutil.copyfileobj(old, new)

@@ -1,4 +1,7 @@
-"""`forebay tape`: recorded runs, and the search for orders of events that break something."""
+"""`forebay tape`: recorded runs, and the search for orders of events that break something.
+
+`tape_runs.py` records and replays, `tape_files.py` exports and compares; the search is here.
+"""
 
 import argparse
 import sys
@@ -10,6 +13,8 @@ from rich.console import Console
 from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.display import Bar
+from engine.commands.tape_files import add_diff, add_export, run_diff, run_export
+from engine.commands.tape_runs import add_record, add_replay, run_record, run_replay
 from engine.errors import BadSetting
 from engine.settings import nearest, parse_integer
 
@@ -21,6 +26,14 @@ log = structlog.get_logger()
 def configure(parser: argparse.ArgumentParser) -> None:
     """One subcommand each for what can be done."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    record = actions.add_parser("record", help="one generation on the CPU, with every event on a tape", allow_abbrev=False)
+    add_record(record)
+    replay = actions.add_parser("replay", help="the same in the tape's order; exit 1 unless the tokens are equal", allow_abbrev=False)
+    add_replay(replay)
+    export = actions.add_parser("export", help="a tape as a Chrome trace, for Perfetto, or as a picture", allow_abbrev=False)
+    add_export(export)
+    diff = actions.add_parser("diff", help="name the first event where two tapes part; exit 1 if they do", allow_abbrev=False)
+    add_diff(diff)
     search = actions.add_parser("search", help="run scenarios under many seeds; exit 1 and the smallest failing seed's tape on a finding")
     search.add_argument("--seeds", metavar="N", default="200", help="how many (default: 200)")
     search.add_argument("--scenario", metavar="NAME", action="append", help="only this one; may be given more than once")
@@ -71,7 +84,7 @@ def _seeds(text: object) -> int:
     return seeds
 
 
-_ACTIONS = {"search": _search}
+_ACTIONS = {"record": run_record, "replay": run_replay, "export": run_export, "diff": run_diff, "search": _search}
 
 
 def run(invocation: Invocation) -> int:
@@ -80,4 +93,4 @@ def run(invocation: Invocation) -> int:
     return _ACTIONS[str(invocation.options["action"])](invocation)
 
 
-COMMAND = Command("tape", "search for orders of events that break something", configure, run)
+COMMAND = Command("tape", "record, replay, export and compare runs; search for orders of events that break something", configure, run)

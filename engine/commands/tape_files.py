@@ -1,0 +1,99 @@
+"""`forebay tape export` and `forebay tape diff`: tapes as files, without running anything."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.commands.command import Invocation
+from engine.errors import BadSetting
+from engine.settings import parse_seconds
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from streams import Tape
+
+__all__ = ["add_diff", "add_export", "read_tape", "run_diff", "run_export", "writable"]
+
+_FORMATS = ("chrome", "svg")
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The tape, the form, the part."""
+    parser.add_argument("tape", metavar="TAPE", help="tape to export")
+    parser.add_argument("--out", metavar="FILE", required=True, help="file to write")
+    parser.add_argument("--format", metavar="|".join(_FORMATS), default="chrome", help="chrome (the default): for Perfetto; svg: a picture")
+    parser.add_argument("--from-ms", dest="from_ms", metavar="X", help="svg: where the picture begins (default: the tape's begin)")
+    parser.add_argument("--to-ms", dest="to_ms", metavar="X", help="svg: where it ends (default: the tape's end)")
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Two tapes."""
+    parser.add_argument("tape", metavar="A", help="a tape")
+    parser.add_argument("other", metavar="B", help="another")
+
+
+def run_export(invocation: Invocation) -> int:
+    """Returns 0. Raises BadSetting."""
+    options = invocation.options
+    form, part = str(options["format"]), [_milliseconds(options, name) for name in ("from_ms", "to_ms")]
+    if form not in _FORMATS:
+        raise BadSetting(f"--format must be one of {', '.join(_FORMATS)}, not {form!r}")
+    if form == "chrome" and part != [None, None]:
+        raise BadSetting("--from-ms and --to-ms are for --format svg; Perfetto zooms by itself")
+    tape, path = read_tape(str(options["tape"])), writable(str(options["out"]))
+    from streams import chrome_trace, picture
+
+    first_ns, last_ns = part
+    if form == "svg" and (first_ns or 0) >= (last_ns if last_ns is not None else tape.length_ns):
+        raise BadSetting(f"nothing lies between --from-ms and --to-ms; the tape is {tape.length_ns / 1e6:.3f} ms long")
+    try:
+        path.write_bytes(chrome_trace(tape) if form == "chrome" else picture(tape, first_ns or 0, last_ns))
+    except OSError as error:
+        raise BadSetting(f"--out: cannot write {path}: {error.strerror or error}") from error
+    print(f"{len(tape.records):,} records, {tape.length_ns / 1e6:.3f} ms: {path}")
+    return 0
+
+
+def run_diff(invocation: Invocation) -> int:
+    """Returns 0 when the tapes hold the same events, times, notes and names of sessions aside; else 1."""
+    tape, other = (read_tape(str(invocation.options[name])) for name in ("tape", "other"))
+    difference = tape.diff(other)
+    if difference is None:
+        print(f"the same {len(tape.records):,} records")
+        return 0
+    print(difference)
+    return 1
+
+
+def read_tape(name: str) -> "Tape":
+    """Read a tape file. Raises: BadSetting: it cannot be read, or is damaged; names the line."""
+    from streams import Tape, TapeMismatch
+
+    try:
+        return Tape.read(Path(name))
+    except OSError as error:
+        raise BadSetting(f"cannot read {name}: {error.strerror or error}") from error
+    except TapeMismatch as mismatch:
+        raise BadSetting(str(mismatch)) from mismatch
+
+
+def writable(name: str) -> Path:
+    """A path for --out, checked before anything long is begun. Raises BadSetting."""
+    path = Path(name)
+    if path.is_dir() or not path.parent.is_dir():
+        raise BadSetting(f"--out: {path} is a directory" if path.is_dir() else f"--out: {path.parent} is not a directory")
+    return path
+
+
+def _milliseconds(options: Mapping[str, object], name: str) -> int | None:
+    """The option in ns."""
+    text = options.get(name)
+    try:
+        value = None if text is None else parse_seconds(str(text))
+    except ValueError:
+        value = -1.0
+    if value is None:
+        return None
+    if value < 0:
+        raise BadSetting(f"--{name.replace('_', '-')} must be a number of milliseconds of at least 0, not {text!r}")
+    return round(value * 1e6)
