@@ -24,8 +24,8 @@ from rich.table import Table
 from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.display import Bar, bytes_text
-from engine.config import EngineConfig
-from engine.errors import SessionBroken
+from engine.config import EngineConfig, ServerConfig
+from engine.errors import BadSetting, SessionBroken
 from engine.protocol import EngineFace, EngineStatistics, GenerationFace
 from engine.sampling import Sampling
 from engine.settings import SETTINGS, add_flags, parse_integer
@@ -69,12 +69,18 @@ def long_prompt() -> str:
 
 
 async def _cut_prompt(engine: EngineFace, tokens: int) -> str:
-    """The end of `long_prompt`, as many characters as give at least `tokens` tokens, starting at a line."""
+    """The end of `long_prompt`, from a line's start, as long as it takes to be at least `tokens` tokens."""
     text = long_prompt()
     total = len(await engine.tokenizer.encode_async(text))
-    share = min(1.0, 1.02 * tokens / total)
-    start = len(text) - int(share * len(text))
-    return text[text.find("\n", start) + 1 :] if start > 0 else text
+    if tokens > total:
+        raise BadSetting(f"--prompt-tokens must be at most {total}, the demo's whole text, not {tokens}")
+    characters = len(text) * tokens // total
+    while True:
+        start = text.rfind("\n", 0, max(0, len(text) - characters)) + 1
+        found = len(await engine.tokenizer.encode_async(text[start:]))
+        if found >= tokens or start == 0:
+            return text[start:]
+        characters += 4 * (tokens - found) + 40  # some four characters a token
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, object]]:
@@ -96,8 +102,9 @@ async def _draw_prompt(engine: EngineFace, total: int, bar: Bar) -> None:
         await asyncio.sleep(_REDRAW_S)
 
 
-async def _ask(address: str, engine: EngineFace, prompt: str, new_tokens: int, bar: Bar) -> _Answer:
+async def _ask(address: str, api_key: str | None, engine: EngineFace, prompt: str, new_tokens: int, bar: Bar) -> _Answer:
     """Stream one completion over HTTP to standard output."""
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     answer = _Answer()
     body = {"model": engine.model_name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
     body |= {"return_token_ids": True, "ignore_eos": True}
@@ -105,7 +112,7 @@ async def _ask(address: str, engine: EngineFace, prompt: str, new_tokens: int, b
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client,
-            client.post(f"{address}/v1/completions", json=body) as response,
+            client.post(f"{address}/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 raise SessionBroken(f"the server answered {response.status}: {await response.text()}")
@@ -169,7 +176,7 @@ async def _draw_generation(generation: GenerationFace, bar: Bar) -> None:
         await asyncio.sleep(_REDRAW_S)
 
 
-def _table(config: EngineConfig, answer: _Answer, resident: _Resident) -> Table:
+def _table(answer: _Answer, resident: _Resident) -> Table:
     held = answer.statistics
     assert held is not None, "the engine held rows while it answered"
     reads = held.hits + held.misses
@@ -182,7 +189,7 @@ def _table(config: EngineConfig, answer: _Answer, resident: _Resident) -> Table:
     table.add_row("new tokens", str(len(answer.tokens)), str(len(resident.tokens)))
     table.add_row("tokens/s", f"{answer.tokens_per_second:.1f}", f"{resident.tokens_per_second:.1f}")
     table.add_row("rows in RAM", f"{held.mirrored_rows:,}", "0")
-    table.add_row("rows in the hot cache", f"{held.hot_rows:,} of {config.hot_rows:,} slots", "-")
+    table.add_row("rows in the hot cache", f"{held.hot_rows:,}", "-")
     table.add_row("rows in the ring", f"{held.ring_rows:,}", "-")
     table.add_row("hit rate", f"{held.hits / reads:.2%} of {reads:,} reads" if reads else "no reads", "-")
     table.add_row("rows and keys in RAM", bytes_text(held.host_bytes), bytes_text(0))
@@ -192,17 +199,25 @@ def _table(config: EngineConfig, answer: _Answer, resident: _Resident) -> Table:
 
 
 def _number(invocation: Invocation, name: str, default: int) -> int:
+    """A count of at least 1. Raises BadSetting."""
     text = invocation.options.get(name)
-    return default if text is None else parse_integer(str(text))
+    try:
+        value = default if text is None else parse_integer(str(text))
+    except ValueError as error:
+        raise BadSetting(f"--{name.replace('_', '-')} must be {error}, not {text!r}") from None
+    if value < 1:
+        raise BadSetting(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    return value
 
 
 async def _show(invocation: Invocation, config: EngineConfig, address: str, engine: EngineFace, console: Console) -> bool:
     """Run both, print the table; returns whether the tokens were equal."""
     prompt = await _cut_prompt(engine, _number(invocation, "prompt_tokens", _PROMPT_TOKENS))
+    key = invocation.settings.server.api_key
     with Bar("reading the prompt", "demo.prompt", "rows", console) as bar:
-        answer = await _ask(address, engine, prompt, _number(invocation, "max_tokens", _NEW_TOKENS), bar)
+        answer = await _ask(address, key, engine, prompt, _number(invocation, "max_tokens", _NEW_TOKENS), bar)
     resident = await _run_resident(invocation, config, answer, console)
-    console.print(_table(config, answer, resident))
+    console.print(_table(answer, resident))
     return answer.tokens == resident.tokens
 
 
@@ -219,8 +234,16 @@ def run(invocation: Invocation) -> int:
     settings = dataclasses.replace(invocation.settings, demo=True)
     invocation = dataclasses.replace(invocation, settings=settings)
     logs.configure(settings.server.log_format)
-    config = dataclasses.replace(settings.engine, hot_rows=settings.engine.hot_rows or _HOT_ROWS, host_memory_bytes=_HOST_MEMORY_BYTES)
-    server = settings.server if invocation.options.get("port") else dataclasses.replace(settings.server, port=0)
+    for name in ("prompt_tokens", "max_tokens"):
+        _number(invocation, name, 1)  # refused before anything is loaded
+    config = dataclasses.replace(
+        settings.engine,
+        placement="offload",
+        hot_rows=settings.engine.hot_rows or _HOT_ROWS,
+        host_memory_bytes=settings.engine.host_memory_bytes or _HOST_MEMORY_BYTES,
+    )
+    # Any free port unless one was named: the demo must not fail because a server runs already.
+    server = settings.server if settings.server.port != ServerConfig().port else dataclasses.replace(settings.server, port=0)
     console = Console(file=sys.stderr)
     stays = settings.interactive and not invocation.options.get("exit")
     equal = False
