@@ -21,7 +21,7 @@ from engine.search.reference import Bench
 from engine.search.scenario import run_seed
 from tests.mutants import MUTANTS
 
-SEEDS_MAX = 152  # twice round the wheel
+SEEDS_MAX = 160  # nearly twice round the wheel; the slowest mutant takes half of it
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
@@ -114,5 +114,4 @@ def found(bench: Bench) -> dict[str, tuple[int, str]]:
 def test_the_search_catches(mutant: str, found: dict[str, tuple[int, str]]) -> None:
     """With the invariant broken, some seed of the budget fails."""
     seeds, finding = found[mutant]
-    print(f"{mutant}: {seeds} seeds, {finding}")
     assert finding, f"{MUTANTS[mutant].__doc__} Nobody noticed in {seeds} seeds."
