@@ -71,8 +71,12 @@ async def test_penalties_change_the_choice_and_leave_no_trace() -> None:
         assert 5 not in penalised.token_ids
         plain = Sampling(max_tokens=15, temperature=0.0, ignore_eos=True)
         before = await engine.generate(prompt, plain).complete()
-        after = await engine.generate(prompt, plain).complete()
-        assert before.token_ids == after.token_ids != penalised.token_ids
+        assert before.token_ids != penalised.token_ids
+        session = await engine.create_session()
+        first = await engine.generate(prompt, strong, session=session).complete()
+        after = await engine.generate([7], plain, session=session).complete()
+        fresh = await engine.generate([*prompt, *first.token_ids, 7], plain).complete()
+        assert after.token_ids == fresh.token_ids
 
 
 async def test_logprobs_are_the_models_own() -> None:

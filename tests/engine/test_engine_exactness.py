@@ -8,6 +8,7 @@ import torch
 
 from engine.engine import Engine
 from engine.sampling import Sampling
+from kernels.layout import StateField
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.runs import Run, collect, run, small
 
@@ -47,7 +48,7 @@ async def test_offload_is_resident_to_the_bit(checkpoint: Path, rows: str, hot: 
     assert missed > 0, "nothing was ever read from RAM: the comparison proves nothing"
 
 
-@pytest.mark.parametrize("rows", ["f32", "q8g64"])
+@pytest.mark.parametrize("rows", ["f32", "bf16", "q8g64"])
 async def test_turns_in_one_session_stay_equal(checkpoint: Path, rows: str) -> None:
     """Several turns that end inside, at and past block boundaries give equal bits in both placements."""
     turns = [(ids(60, 1), 5), (ids(1, 2), 66), (ids(63, 3), 1), (ids(130, 4), 70), (ids(7, 5), 3)]
@@ -90,6 +91,13 @@ async def test_a_stop_in_flight_is_rolled_back(checkpoint: Path) -> None:
         async for chunk in engine.generate(ids(30, 1), sampling, session=session):
             got.extend(chunk.token_ids)
         assert got == plain.tokens[: first + 1]
+        held = engine._sessions[session].memory
+        assert held is not None
+        await engine._loop.wait_idle()
+        # The stop token itself has no row; the step that fed it was rolled back, on the host and on the device.
+        assert held.counts.logical == held.counts.committed == 30 + first
+        await held.operations.settle()
+        assert int(held.state[StateField.LOGICAL]) == 30 + first
         # The rest of the first turn is now prompt: whatever rows the cut left must be the ones a single prompt would make.
         rest = [*plain.tokens[first + 1 : 20], *ids(9, 2)]
         after: list[int] = []

@@ -49,3 +49,24 @@ async def test_chunk_size_changes_nothing_that_matters(checkpoints: dict[str, Pa
     worst = max(float((got - expected[row]).abs().max()) for got, row in zip(result.logits, rows, strict=True))
     assert worst <= TOLERANCE, f"largest logit difference {worst}"
     assert result.tokens == [int(expected[row].argmax()) for row in rows]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+async def test_one_prompt_cut_anywhere(checkpoints: dict[str, Path], chunk: int) -> None:
+    """A prompt of 120 tokens in one turn, cut at 1, 7, 64, 65 or not at all, gives transformers' logits and tokens."""
+    chosen = named("ragged row groups")
+    prompt = prompt_ids(chosen).tolist()
+    assert len(prompt) > 65
+    result = await run(checkpoints[chosen.name], small(append_chunk_rows=chunk), [(prompt, 6)])
+    expected = transformers_logits(checkpoints[chosen.name], torch.tensor(result.context[:-1]))[len(prompt) - 1 :]
+    worst = max(float((got - want).abs().max()) for got, want in zip(result.logits, expected, strict=True))
+    assert worst <= TOLERANCE, f"largest logit difference {worst}"
+    assert result.tokens == expected.argmax(-1).tolist()
+
+
+async def test_long_prompts_do_not_depend_on_their_cuts(checkpoints: dict[str, Path]) -> None:
+    """1,100 tokens cut at 64, 65, 1,000 or not at all give the same bits: on the CPU a row never depends on its chunk."""
+    prompt = torch.randint(0, 60, (1100,), generator=torch.Generator().manual_seed(5)).tolist()
+    runs = [await run(checkpoints["shared"], small(append_chunk_rows=chunk), [(prompt, 4)]) for chunk in (4096, 64, 65, 1000)]
+    for other in runs[1:]:
+        assert other.same_bits(runs[0])
