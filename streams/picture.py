@@ -2,7 +2,7 @@
 submission, over grey where it waited for an event.
 
 Operations are coloured by the last part of their label ("layer.3.attend" as every "attend"), in the order in which these appear. Those that
-are too narrow to be seen are drawn one pixel wide. Knows no operation by name.
+are too narrow to be seen are drawn two pixels wide. Knows no operation by name.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from streams.tape import Awaited, Completed, Resumed, Submitted, Tape
 
 __all__ = ["picture"]
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 1200, 90, 20, 36, 34, 24
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 1200, 130, 30, 36, 34, 24
 _LEGEND, _LEGEND_COLUMNS = 18, 6
 _HOST = "host"
 _HOST_COLOUR = "#b0b0b0"
@@ -68,7 +68,7 @@ class _Bar:
         edge = ' stroke="red" stroke-width="2"' if self.failed else ""
         title = f"{self.label}, {(self.ends_ns - self.starts_ns) / 1000:.1f} µs"
         return (
-            f'<rect x="{left:.1f}" y="{_TOP + _ROW * place}" width="{max(right - left, 1):.1f}" height="{_BAR}" fill="{colour}"{edge}>'
+            f'<rect x="{left:.1f}" y="{_TOP + _ROW * place}" width="{max(right - left, 2):.1f}" height="{_BAR}" fill="{colour}"{edge}>'
             f"<title>{escape(title)}</title></rect>"
         )
 

@@ -32,6 +32,8 @@ class ReplayOrder:
         self._stalled = 0
         self._run_name: dict[str, str] = {"": ""}  # of a session on the tape
         self._tape_name: dict[str, str] = {"": ""}  # of a session of the run
+        if len(self._submissions) + len(self._completions) < len(self._steps):
+            raise TapeMismatch(f"the tape has {self._name(_twice(self._steps))} submitted or completed twice; it was altered")
         if self._submissions and 0 not in self._submissions:
             raise TapeMismatch(f"the tape begins in the middle of a run, with operation {min(self._submissions)}; it cannot be replayed")
 
@@ -115,3 +117,13 @@ class ReplayOrder:
 
     def _name(self, number: int) -> str:
         return str(self._submissions.get(number, f"operation {number}"))
+
+
+def _twice(steps: Sequence[Submitted | Completed]) -> int:
+    """The number of the first record that repeats one before it."""
+    seen: set[tuple[type, int]] = set()
+    for step in steps:
+        if (type(step), step.number) in seen:
+            return step.number
+        seen.add((type(step), step.number))
+    raise AssertionError("no record repeats another")

@@ -5,9 +5,11 @@ The header of a recorded tape holds the model's directory, the settings, the pro
 
 import argparse
 import dataclasses
+import logging
 import random
 from pathlib import Path
 
+import structlog
 import uvloop
 
 from engine.commands.command import Invocation
@@ -84,6 +86,8 @@ def run_replay(invocation: Invocation) -> int:
         raise BadSetting(f"{options['tape']} has no tokens to compare with: the recorded run did not end well")
     if options.get("model"):
         run = dataclasses.replace(run, model=Path(str(options["model"])))
+    # A run that leaves its tape breaks in many places; the one line says where it began.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
         tokens, records = uvloop.run(replay(run, tape))
     except TapeMismatch as mismatch:
