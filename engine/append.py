@@ -19,12 +19,13 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
+from engine.rows import Destinations, store
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
 from kernels.gather import gather_blocks
 from kernels.index_score import index_scores
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, StateField
-from kernels.quantize import append_keys, append_rows, unpack_rows
+from kernels.quantize import unpack_rows
 from kernels.select import select
 from kernels.sparse_mla import sparse_mla_indexed
 from memory.append import AppendChunk
@@ -138,25 +139,16 @@ class AppendRun:
         held[0][first:end] = latent
         held[1][first:end] = rope
 
-    def _store(self, chunk: AppendChunk, local: int, key_layer: int | None, layer: LayerWeights, u: Tensor, present: Tensor | None) -> None:
-        layout = self._stage.layout
-        latent, rope = layer.mla.project_row(u, self._cos, self._sin)
-        if present is not None:
-            latent, rope = torch.where(present, latent, 0.0), torch.where(present, rope, 0.0)
-        append_rows(latent, rope, chunk.row_destinations, layout.row_offset(local), layout.row)
-        if key_layer is not None:
-            keys = layer.full_indexer.index_key(u, self._cos, self._sin)
-            if present is not None:
-                keys = torch.where(present, keys, 0.0)
-            append_keys(keys, chunk.key_destinations, key_layer * layout.key_layer_bytes, layout.key)
-            append_keys(keys, chunk.page_destinations[key_layer], 0, layout.key)
+    def _store(self, chunk: AppendChunk, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None) -> None:
+        destinations = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
+        store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, destinations, present)
 
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
         u = layer.attention_input(self._x)
         self._qr = layer.mla.project_latent(u)
         full = self._stage.main_groups[group][0] == local
-        self._store(chunk, local, group if full else None, layer, u, None)
+        self._store(chunk, layer, u, local, group if full else None, None)
         if full:
             self._select(chunk, group, layer, u)
 
@@ -198,7 +190,7 @@ class AppendRun:
             x = model.mtp_input(ids, torch.cat([before[None], hidden[:-1]]))
             present = (self._positions > 0)[:, None]
             block = model.mtp.layer
-            self._store(chunk, stage.mtp_layer, len(stage.main_groups), block, block.attention_input(x), present)
+            self._store(chunk, block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
         for row in range(max(0, chunk.rows - HIDDEN_ROWS), chunk.rows):
             kept[(chunk.first + row) % HIDDEN_ROWS] = hidden[row]
         if last and self._sampling is not None:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
+from engine.rows import Destinations, store
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
 from kernels.locate import locate_new
-from kernels.quantize import append_keys, append_rows, unpack_rows
+from kernels.quantize import unpack_rows
 from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
 from kernels.sparse_mla import sparse_mla
@@ -165,33 +166,23 @@ class DecodeStep:
         self._bad_layer.fill_(-1)
         self._x.copy_(model.embed(self._tokens))
         self._cos, self._sin = model.rope(self._positions)
-        self._rows, self._keys, self._pages = locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions)
+        self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
         load_hidden(table.tensor, self._place_of, self._positions, self._hidden_before)
         if model.mtp is not None:
             x = model.mtp_input(self._tokens, self._hidden_before)
             present = (self._positions > 0)[:, None]
-            self._store(stage.mtp_layer, len(stage.main_groups), model.mtp.layer, model.mtp.layer.attention_input(x), present)
+            block = model.mtp.layer
+            self._store(block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
 
-    def _store(self, local: int, key_layer: int | None, layer: LayerWeights, u: Tensor, present: Tensor | None) -> None:
-        """Quantise once and write the packed row, and the key where the layer has one, to the ring (or block) and the page."""
-        layout = self._stage.layout
-        latent, rope = layer.mla.project_row(u, self._cos, self._sin)
-        if present is not None:  # slot 0 of the MTP layer stays empty: the same zero bytes in every run
-            latent, rope = torch.where(present, latent, 0.0), torch.where(present, rope, 0.0)
-        append_rows(latent, rope, self._rows, layout.row_offset(local), layout.row)
-        if key_layer is not None:
-            keys = layer.full_indexer.index_key(u, self._cos, self._sin)
-            if present is not None:
-                keys = torch.where(present, keys, 0.0)
-            append_keys(keys, self._keys, key_layer * layout.key_layer_bytes, layout.key)
-            append_keys(keys, self._pages[key_layer], 0, layout.key)
+    def _store(self, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None = None) -> None:
+        store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, self._destinations, present)
 
     def _write(self, local: int, group: int, table: StepTable) -> None:
         layer = self._stage.model.layers[local]
         self._u.copy_(layer.attention_input(self._x))
         self._qr.copy_(layer.mla.project_latent(self._u))
         full = self._stage.main_groups[group][0] == local
-        self._store(local, group if full else None, layer, self._u, None)
+        self._store(layer, self._u, local, group if full else None)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import engine.decode
+import engine.rows
 import kernels.round.reference
 import kernels.step.reference
 from engine.chain import Chain
@@ -179,7 +180,7 @@ def slot_map_not_cleared() -> None:
 
 def index_keys_late() -> None:
     """A decode step's keys reach their page one step after its rows reach the ring."""
-    real = engine.decode.append_keys  # type: ignore[attr-defined]
+    real = engine.rows.append_keys  # type: ignore[attr-defined]
     calls: list[tuple[Any, ...]] = []
     count = 0
 
@@ -193,7 +194,7 @@ def index_keys_late() -> None:
         if len(calls) > 2:
             real(*calls.pop(0))
 
-    engine.decode.append_keys = append  # type: ignore[attr-defined]
+    engine.rows.append_keys = append  # type: ignore[attr-defined]
 
 
 def table_rewritten_out_of_order() -> None:
