@@ -1,5 +1,6 @@
 """`forebay tape record | replay | export | diff` over the real engine on a tiny model: equal tokens, edited tapes, bad lines."""
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -9,7 +10,12 @@ from typing import Any
 import pytest
 
 import server
+from engine.errors import SessionBroken
+from engine.recording import RecordedRun, record
+from streams import Tape
+from streams.tape import Submitted
 from tests.engine.model.parity import make_checkpoint
+from tests.engine.runs import small
 
 Lines = list[dict[str, Any]]
 PROMPT, TOKENS = 70, 6
@@ -177,6 +183,24 @@ def test_a_run_that_never_began_leaves_no_file(checkpoint: Path, tmp_path: Path,
     assert forebay("record", str(checkpoint), "--prompt-tokens", "4096", *out) == 2
     assert "leave room for 0" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_keeps_its_tape(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recorded run that ends early has its events on a tape without tokens, which reads but does not replay."""
+    path = tmp_path / "failed.jsonl"
+
+    def fail(tokens: int, _: int) -> None:
+        if tokens == 2:
+            raise SessionBroken("made up")
+
+    with pytest.raises(SessionBroken, match="made up"):
+        asyncio.run(record(RecordedRun(checkpoint, small(), (1, 2, 3), 5), path, fail))
+    assert list(tmp_path.iterdir()) == [path]
+    tape = Tape.read(path)
+    assert RecordedRun.of_notes(tape.header.notes).tokens is None
+    assert sum(isinstance(one, Submitted) for one in tape.records) > 20
+    assert forebay("replay", str(path)) == 2
+    assert "has no tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
