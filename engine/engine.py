@@ -121,6 +121,8 @@ class Engine:
             if owned is not None:
                 await owned.close()
             await engine.tokenizer.aclose()
+        if owned is None:
+            await stage.streams.idle()  # closed sessions hold their memory until their last operation is done
         stage.placement.close()
         stage.arena.close()
 

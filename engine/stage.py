@@ -46,6 +46,11 @@ class StageStreams:
     def of(backend: Backend, name: str) -> "StageStreams":
         return StageStreams(*(backend.stream(f"{name}.{part}") for part in ("compute", "selection", "prefetch", "copyback")))
 
+    async def idle(self) -> None:
+        """Wait until everything submitted so far is done."""
+        for stream in (self.compute, self.selection, self.prefetch, self.copyback):
+            await stream.idle()
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
