@@ -31,6 +31,7 @@ class EngineConfig:
     row_format: Literal["q8g64", "bf16", "f32"] = "q8g64"
     index_key_format: Literal["auto", "bf16", "f32"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
+    tape: str = ""  # file that every operation is recorded to; "": none
     load_format: Literal["auto", "random"] = "auto"
     force_miss_rate: float = 0.0  # for measuring: share of a decode step's picks that is new; 0: the model's own picks
 

@@ -27,6 +27,7 @@ from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.request import Limits, Request
+from engine.running_tape import RunningTape
 from engine.sampling import Sampling
 from engine.session import Phase, Session
 from engine.stage import Stage, open_stage
@@ -104,7 +105,8 @@ class Engine:
         directory = Path(model)
         load = functools.partial(load_model, directory, latent_norm_eps=config.latent_norm_eps, progress=progress)
         weights: Model = await asyncio.to_thread(load)
-        owned = CpuBackend() if backend is None else None
+        tape = None if backend is not None or not config.tape else _open_tape(config.tape)
+        owned = None if backend is not None else CpuBackend(None if tape is None else tape.recorder)
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
@@ -120,6 +122,8 @@ class Engine:
         finally:
             if owned is not None:
                 await owned.close()
+            if tape is not None:
+                tape.close()
             await engine.tokenizer.aclose()
         if owned is None:
             await stage.streams.idle()  # closed sessions hold their memory until their last operation is done
@@ -324,3 +328,11 @@ class Engine:
 def _name_of(directory: Path) -> str:
     """The directory's own name, as the model's; also for "." and the like."""
     return directory.absolute().resolve().name
+
+
+def _open_tape(name: str) -> RunningTape:
+    """Raises BadSetting when the file cannot be written."""
+    try:
+        return RunningTape(Path(name))
+    except OSError as error:
+        raise BadSetting(f"--tape: cannot write {name}: {error.strerror}") from error

@@ -171,6 +171,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("latent_norm_eps", "engine.latent_norm_eps", parse_decimal, "X", "epsilon of the latent norms; some servers use 1e-5"),
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),
         ("force_miss_rate", "engine.force_miss_rate", parse_share, "SHARE", "for measuring: made-up selections, this share of them new"),
+        ("tape", "engine.tape", parse_text, "FILE", "record every operation to this file; see forebay tape"),
         ("host", "server.host", parse_text, "ADDRESS", "address to listen on"),
         ("port", "server.port", parse_integer, "N", "port to listen on; 0: any free one"),
         ("api_key", "server.api_key", parse_text, "KEY", "key that requests must carry; a file does not show in a list of processes"),
@@ -182,7 +183,7 @@ SETTINGS: dict[str, Setting] = _table(
     )
 )  # fmt: skip
 
-NOT_BUILT = ("cluster", "nodes", "tape", "sessions_dir")
+NOT_BUILT = ("cluster", "nodes", "sessions_dir")
 _EXCLUSIVE = (("model", "demo"), ("api_key", "api_key_file"))
 
 

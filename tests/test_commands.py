@@ -101,7 +101,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["serve", "--port", "x"], ["--port must be an integer"]),
         (["serve", "--cluster", "ray"], ["--cluster is not built yet"]),
         (["serve", "--nodes=a:1,b:2"], ["--nodes is not built yet"]),
-        (["serve", "--tape"], ["--tape is not built yet"]),
+        (["serve", "--tape"], ["--tape", "expected one argument"]),
         (["serve", "--sessions-dir", "d"], ["--sessions-dir is not built yet"]),
         (["serve"], ["no model", "--demo"]),
         (["serve", "m", "--demo"], ["MODEL and --demo exclude each other"]),

@@ -9,9 +9,10 @@ import memory.copyback
 import memory.offload
 from engine.decode import DecodeStep
 from engine.engine import Engine
-from engine.errors import BadRequest, NotAdmitted, SessionBroken, UnknownSession
+from engine.errors import BadRequest, BadSetting, NotAdmitted, SessionBroken, UnknownSession
 from engine.generation import Generation
-from streams import Full
+from streams import Full, Tape
+from streams.tape import Completed, Submitted
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import collect, greedy, small
 
@@ -181,3 +182,17 @@ async def test_everything_is_given_back_at_the_end(checkpoint: Path) -> None:
     assert engine._stage.ledger.total("device").allocated_bytes == 0
     with pytest.raises(NotAdmitted):
         await anext(engine.generate("text", greedy(1)))
+
+
+async def test_an_engine_on_tape(checkpoint: Path, tmp_path: Path) -> None:
+    """With a tape set, every operation of the run is on it; a path that cannot be written is one line."""
+    path = tmp_path / "run.jsonl"
+    async with Engine.open(checkpoint, small(hot_rows=16, tape=str(path))) as engine:
+        await engine.generate([1, 2, 3], greedy(5)).complete()
+    tape = Tape.read(path)
+    labels = {record.label for record in tape.records if isinstance(record, Submitted)}
+    assert {"step.begin", "step.finish", "append.finish"} <= labels
+    assert sum(isinstance(record, Completed) for record in tape.records) == sum(isinstance(record, Submitted) for record in tape.records)
+    with pytest.raises(BadSetting, match="--tape: cannot write"):
+        async with Engine.open(checkpoint, small(tape=str(tmp_path / "none" / "run.jsonl"))):
+            pass
