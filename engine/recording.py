@@ -8,6 +8,7 @@ virtual one. Knows no command line.
 3. A replay ends, whatever the tape says: with tokens, or with the `TapeMismatch` that names the event.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import BadRequest, BadSetting
+from engine.errors import BadModel, BadRequest, BadSetting, NotAdmitted
 from engine.sampling import Sampling
 from streams import Backend, CpuBackend, ReplayOrder, Tape, TapeFile, TapeMismatch, TapeRecorder, VirtualBackend
 from streams.tape import Record, write_notes
@@ -102,6 +103,10 @@ async def replay(run: RecordedRun, tape: Tape) -> tuple[tuple[int, ...], tuple[R
     try:
         tokens = await _generate(run, backend)
     except TapeMismatch:
+        raise
+    except (BadModel, BadRequest, BadSetting, NotAdmitted):  # this machine cannot begin the run at all: that is not the tape's word
+        with contextlib.suppress(TapeMismatch):
+            await backend.close()
         raise
     except Exception as failure:
         # What ends the request follows from the first event that differed, which the backend knows.

@@ -255,6 +255,15 @@ class Tape:
         """Time of the last thing on it."""
         return max((record.at_ns for record in self.records), default=0)
 
+    def check_numbers(self) -> None:
+        """Raise TapeMismatch at the first record that speaks of an operation the tape has not submitted before it."""
+        submitted: set[int] = set()
+        for place, record in enumerate(self.records, 2):
+            if isinstance(record, Submitted):
+                submitted.add(record.number)
+            elif record.number not in submitted:
+                raise TapeMismatch(f"line {place} speaks of operation {record.number}, which no line before it submits")
+
     def encode(self) -> bytes:
         """The tape as the bytes of its file."""
         return _encoder.encode(self.header) + b"\n" + _encoder.encode_lines(self.records)

@@ -296,3 +296,28 @@ def test_the_picture_shows_the_asked_part(tape: Path, tmp_path: Path) -> None:
         assert texts >= {line["stream"] for line in lines_of(tape) if line["record"] == "submit"}
         found.append(len(list(drawn.iter("{http://www.w3.org/2000/svg}title"))))
     assert 0 < found[1] < found[0] == sum(line["record"] == "submit" for line in lines_of(tape))
+
+
+def test_a_tape_of_a_model_that_is_not_here(tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay that cannot even load its model says so, and does not blame the tape."""
+    moved = tmp_path / "moved.jsonl"
+    lines = tape.read_text().splitlines(keepends=True)
+    header = json.loads(lines[0])
+    header["notes"]["model"] = str(tmp_path / "gone")
+    moved.write_text(json.dumps(header) + "\n" + "".join(lines[1:]))
+    assert forebay("replay", str(moved)) == 3
+    assert "gone" in capsys.readouterr().err
+
+
+def test_an_altered_tape_is_not_drawn(tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tape that speaks of an operation it never submitted is one line naming it, in both formats; a tape is never its own output."""
+    cut = tmp_path / "cut.jsonl"
+    lines = tape.read_text().splitlines(keepends=True)
+    gone = next(place for place, line in enumerate(lines) if '"submit"' in line and '"number":5,' in line)
+    cut.write_text("".join(lines[:gone] + lines[gone + 1 :]))
+    for form in ("chrome", "svg"):
+        assert forebay("export", str(cut), "--format", form, "--out", str(tmp_path / "x")) == 2
+        assert "operation 5" in capsys.readouterr().err
+    for words in (("export", str(tape), "--out", str(tape)), ("replay", str(tape), "--out", str(tape))):
+        assert forebay(*words) == 2
+        assert "the tape itself" in capsys.readouterr().err

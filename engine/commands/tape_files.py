@@ -41,8 +41,14 @@ def run_export(invocation: Invocation) -> int:
     if form == "chrome" and part != [None, None]:
         raise BadSetting("--from-ms and --to-ms are for --format svg; Perfetto zooms by itself")
     tape, path = read_tape(str(options["tape"])), writable(str(options["out"]))
-    from streams import chrome_trace, picture
+    from streams import TapeMismatch, chrome_trace, picture
 
+    if path.exists() and path.samefile(str(options["tape"])):
+        raise BadSetting(f"--out: {path} is the tape itself")
+    try:
+        tape.check_numbers()
+    except TapeMismatch as error:
+        raise BadSetting(f"{options['tape']}: {error}") from error
     first_ns, last_ns = part
     if form == "svg" and (first_ns or 0) >= (last_ns if last_ns is not None else tape.length_ns):
         raise BadSetting(f"nothing lies between --from-ms and --to-ms; the tape is {tape.length_ns / 1e6:.3f} ms long")

@@ -77,6 +77,8 @@ def run_replay(invocation: Invocation) -> int:
     options = invocation.options
     tape = read_tape(str(options["tape"]))
     path = writable(str(options["out"])) if options.get("out") else None
+    if path is not None and path.exists() and path.samefile(str(options["tape"])):
+        raise BadSetting(f"--out: {path} is the tape itself")
     from engine.recording import RecordedRun, replay
     from streams import Tape, TapeMismatch
 
