@@ -4,6 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kernels.address import tensor_at
 from memory.arena import Arena
@@ -128,3 +131,76 @@ def test_shared_blocks_outlive_the_history() -> None:
     assert store.references(block) == 1
     assert store.release(block)
     assert buffers.statistics().buffers == 0
+
+
+class HistoryLife(RuleBasedStateMachine):
+    """A history that grows, is cut, trimmed and given a larger table, its writes run late but in order, as a stream runs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = pool()
+        self.arena = Arena(LAYOUT, 12 * BLOCK, Ledger())
+        self.history = History(self.arena, 4, self.pool)
+        self.writes: list[Callable[[], None]] = []
+        self.marks: list[int] = []  # what each block was filled with
+        self.next_mark = 1
+
+    @rule(blocks=st.integers(0, 10))
+    def ensure(self, blocks: int) -> None:
+        blocks = min(blocks, self.history.blocks_max)
+        before = self.history.blocks
+        write = self.history.ensure(blocks)
+        assert (write is None) == (blocks <= before)
+        if write is not None:
+            self.writes.append(write)
+        for block in range(before, self.history.blocks):
+            self.history.view(block).fill_(self.next_mark % 251)
+            self.marks.append(self.next_mark % 251)
+            self.next_mark += 1
+
+    @rule()
+    def stream_runs(self) -> None:
+        while self.writes:
+            self.writes.pop(0)()
+        blocks = self.history.blocks
+        assert self.history.table[:blocks].tolist() == self.history.addresses[:blocks].tolist()
+
+    @rule(part=st.floats(0, 1))
+    def cut(self, part: float) -> None:
+        kept = int(part * self.history.blocks)
+        self.history.cut(kept)
+        del self.marks[kept:]
+
+    @rule()
+    def trim(self) -> None:
+        self.stream_runs()  # nothing may be in flight
+        self.history.trim()
+
+    @rule(more=st.integers(1, 3))
+    @precondition(lambda self: self.history.blocks_max < 10)
+    def grow(self, more: int) -> None:
+        self.stream_runs()
+        blocks_max = min(10, self.history.blocks_max + more)
+        self.history.grow(blocks_max)
+        self.pool.give(self.history.move_table(self.pool.take(8 * blocks_max, "tables").view(torch.int64)))
+        assert self.history.table[: self.history.blocks].tolist() == self.history.addresses[: self.history.blocks].tolist()
+
+    @invariant()
+    def holds(self) -> None:
+        self.history.check_integrity()
+        self.arena.check_integrity()
+        self.pool.check_integrity()
+        assert self.history.blocks == len(self.marks)
+        for block, mark in enumerate(self.marks):
+            found = tensor_at(int(self.history.addresses[block]), (BLOCK,), torch.uint8)
+            assert int(found[0]) == int(found[-1]) == mark, f"block {block} holds another's bytes"
+
+    def teardown(self) -> None:
+        self.history.close()
+        statistics = self.arena.statistics()
+        assert (statistics.references, statistics.reserved, statistics.free) == (0, 0, statistics.blocks)
+        assert self.pool.statistics().buffers == 0
+
+
+TestHistoryLife = HistoryLife.TestCase
+TestHistoryLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
