@@ -10,7 +10,9 @@ Parts
     engine.py          Engine: opens a model, keeps sessions, starts generations
     generation.py      the caller's end of a request; request.py: the engine's end; chunk.py: what passes between them
     loop.py            the step loop; scheduler.py: what runs next, a plain function; session.py: the table of a session's phases
-    decode.py          one decode step as operations on streams; append.py: rows in bulk; chain.py: a step's order of operations
+    waiting_line.py    who waits, who is refused; append_queue.py: running appends; batches.py: steps in flight and their tables
+    decode.py          one decode step as operations on streams; append.py: rows in bulk; rows.py: how both write a layer's rows
+    chain.py           a step's order of operations
     stage.py           layers of one device with their memory and streams; sampling_table.py: parameters of a step's places
     model/ text/ api/ commands/   the model, tokens and templates, wire types, subcommands
 
