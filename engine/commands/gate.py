@@ -29,7 +29,7 @@ from engine.settings import SETTINGS, add_flags, parse_decimal, parse_integer
 __all__ = ["COMMAND"]
 
 _COUNTS = ("prompt_tokens", "new_tokens", "pairs", "null_pairs", "warmup_tokens")
-_NOT_HERE = ("model", "placement")  # the engine's other settings are flags here
+_NOT_HERE = ("model", "placement", "tape")  # the engine's other settings are flags here; what is measured is not on tape
 _PLAIN_WIDTH = 160
 
 

@@ -45,11 +45,11 @@ class ServerFailed(ForebayError):
 
 
 def serve_words(plan: Plan, arm: Arm) -> list[str]:
-    """The command line of one arm's server: every engine setting by its flag, so that nothing else can decide it."""
+    """The command line of one arm's server: every engine setting by its flag, so that nothing else can decide it. Never on tape."""
     config = replace(plan.engine, placement=arm)
     words = ["serve", *(["--demo"] if plan.model is None else [plan.model]), "--port", "0", "--log-format", "json"]
     for setting in SETTINGS.values():
-        if setting.place == "engine":
+        if setting.place == "engine" and setting.name != "tape":
             words += [setting.flag, str(getattr(config, setting.field))]
     return [*words, "--synthetic-history"] if plan.history is not None else words
 
