@@ -24,6 +24,7 @@ BANNED_NAMES = re.compile(
     r"(^|_)(manager|handler|helpers?|utils?|misc|common|base|data|info)$|(Manager|Handler|Helper|Utils?|Base|Data|Info)$"
 )
 BANNED_FUNCTIONS = re.compile(r"^(process|do)_")
+# The words themselves stand here only as a pattern.
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 CUDA_ONLY = re.compile(r"\b(cupy|pycuda|cuda\.bindings|libcudart|torch\.backends\.cudnn|nvtx)\b")
 # Modules that are entry points and so need no importer.

@@ -34,6 +34,21 @@ class Arm(Protocol):
     def hold(self, backend: Backend) -> Hold: ...
 
 
+class GateHold:
+    """A hold for devices: work comes after an event of no backend, which happens at `open`."""
+
+    def __init__(self) -> None:
+        self._gate: Event[None] = Event("gate")
+
+    def submit(self, stream: Stream, work: Callable[[], Any], *, label: str, **rest: Any) -> Event[Any]:
+        rest["after"] = [*rest.get("after", ()), self._gate]
+        return stream.submit(work, label=label, **rest)
+
+    def open(self) -> None:
+        if not self._gate.done():
+            self._gate.settle(None, None)
+
+
 class Boom(Exception):
     """What failing work raises."""
 

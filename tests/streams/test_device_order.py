@@ -5,16 +5,14 @@ What the stand-in cannot show: real overlap, real errors, real times. The same s
 
 import contextlib
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from streams import Backend, Event, Observer, Stream
+from streams import Backend, Observer
 from streams.device import DeviceBackend
 from streams.errors import DeviceLost
-from tests.streams.conformance import Conformance
+from tests.streams.conformance import Conformance, GateHold
 
 
 class _Marker:
@@ -60,25 +58,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     return
 
 
-class _GateHold:
-    def __init__(self) -> None:
-        self._gate: Event[None] = Event("gate")
-
-    def submit(self, stream: Stream, work: Callable[[], Any], *, label: str, **rest: Any) -> Event[Any]:
-        rest["after"] = [*rest.get("after", ()), self._gate]
-        return stream.submit(work, label=label, **rest)
-
-    def open(self) -> None:
-        if not self._gate.done():
-            self._gate.settle(None, None)
-
-
 class _Arm:
     def backend(self, observer: Observer | None = None) -> Backend:
         return DeviceBackend("cuda", observer)
 
-    def hold(self, backend: Backend) -> _GateHold:
-        return _GateHold()
+    def hold(self, backend: Backend) -> GateHold:
+        return GateHold()
 
 
 class TestDeviceOrder(Conformance):

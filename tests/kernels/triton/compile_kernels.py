@@ -3,7 +3,7 @@
 A kernel module (`kernels/**/kernel*.py`) lists what it launches in COMPILE: pairs of a kernel and a dictionary of argument name to Triton
 type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options. Pointers are
 16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and is called by no other kernel is a failure;
-so is one over 64 KiB of shared memory.
+so is one over its target's shared memory (SHARED_BYTES_MAX).
 
 Prints a line a failure, then the number of compilations. Exit status 1 if anything failed.
 """

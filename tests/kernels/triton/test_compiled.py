@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles offline for AMD's wave 32 and wave 64 and for NVIDIA's sm_90, within 64 KiB of shared memory."""
+"""Every Triton kernel compiles offline for AMD's wave 32 and wave 64 and for NVIDIA's sm_90, within the shared memory each has."""
 
 import os
 import subprocess
