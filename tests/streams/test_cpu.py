@@ -73,26 +73,29 @@ async def test_workers_use_one_torch_thread() -> None:
 
 async def test_close_joins_threads_after_errors() -> None:
     """No worker thread is left after close, failures or not."""
+    others = _worker_threads()
     backend = CpuBackend()
     failing = [backend.stream(name).submit(boom, label="boom") for name in "abc"]
-    assert len(_worker_threads()) == 3
+    mine = [thread for thread in _worker_threads() if thread not in others]
+    assert len(mine) == 3
     await backend.close()
-    assert not _worker_threads()
+    assert not any(thread.is_alive() for thread in mine)
     assert all(event.error() for event in failing)
 
 
 async def test_forgotten_backend_stops_its_threads() -> None:
     """A backend nobody holds any more takes its worker threads with it."""
+    others = _worker_threads()  # of tests before this one in the process, whose backends nobody has collected yet
     backend = CpuBackend()
     await backend.stream("a").submit(nothing, label="start")
-    threads, gone = _worker_threads(), weakref.ref(backend)
-    assert threads
+    threads, gone = [thread for thread in _worker_threads() if thread not in others], weakref.ref(backend)
+    assert len(threads) == 1
     del backend
     gc.collect()
     assert gone() is None
     for thread in threads:
         thread.join(60)
-    assert not _worker_threads()
+    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_wake_ups_are_shared() -> None:
@@ -146,13 +149,15 @@ def test_a_second_loop_is_refused() -> None:
 async def test_stopping_drops_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of a backend that is gone end after the operation they are in, also one that waits for another's dropped work."""
     monkeypatch.setattr(cpu, "_STOP_WAIT_S", 60.0)
+    others = _worker_threads()
     backend = CpuBackend()
     opened = threading.Event()
     ran: list[str] = []
     backend.stream("a").submit(lambda: opened.wait(60), label="running")
     backend.stream("b").wait(backend.stream("a").submit(lambda: ran.append("queued"), label="queued"))
     backend.stream("b").submit(lambda: ran.append("waiting"), label="waiting")
-    workers = _worker_threads()
+    workers = [thread for thread in _worker_threads() if thread not in others]
+    assert len(workers) == 2
     stopping = threading.Thread(target=backend._workers.stop)
     stopping.start()
     while not backend._workers.stopped:  # noqa: ASYNC110  # the other thread's flag, one instruction away
