@@ -70,18 +70,21 @@ def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, se
     return kernel.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
 
 
-def sparse_mla_addresses(query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float) -> Tensor:
+def sparse_mla_addresses(
+    query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float, offset_bytes: int = 0
+) -> Tensor:
     """Attend to packed rows where they lie: hot slot, ring, or registered RAM.
 
-    addresses  [rows, k]  int64  of each pick's packed row, multiples of 16; 0: unused
+    addresses     [rows, k]  int64  of each pick's packed row less `offset_bytes`, multiples of 16; 0: unused
+    offset_bytes             a multiple of 16: distance from layer 0 to this layer when addresses are those of layer 0
     All else as in `sparse_mla`.
     """
     _check_packed(query_latent, query_rope, layout)
     if on_cpu("sparse_mla_addresses", query_latent):
-        return reference.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale)
+        return reference.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale, offset_bytes)
     from kernels.sparse_mla import kernel
 
-    return kernel.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale)
+    return kernel.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale, offset_bytes)
 
 
 def _check_packed(query_latent: Tensor, query_rope: Tensor, layout: RowLayout) -> None:

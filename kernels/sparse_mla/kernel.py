@@ -59,13 +59,13 @@ def _latents(at_latent, used, group, LATENT: tl.constexpr, ENCODING: tl.constexp
 def _picked(
     latent, rope, selection, row, pick, latent_bytes, rope_bytes, PICKS: tl.constexpr, FORM: tl.constexpr, ROPE_OFFSET: tl.constexpr
 ):
-    """Which picks are used, and where their latents and their keys begin."""
+    """Which picks are used, and where their latents and their keys begin; `latent_bytes` is an address's offset, or a row's length."""
     at_pick = row * PICKS + pick
     chosen = tl.load(selection + at_pick, mask=pick < PICKS, other=0 if FORM == ADDRESSED else -1)
     if FORM == ADDRESSED:
         used = chosen != 0
-        at_latent = tl.multiple_of(chosen.to(BYTE), 16)
-        at_rope = tl.multiple_of(chosen.to(BYTE), 16) + ROPE_OFFSET
+        at_latent = tl.multiple_of((chosen + latent_bytes).to(BYTE), 16)
+        at_rope = at_latent + ROPE_OFFSET
     else:
         used = chosen >= 0
         at = chosen.to(tl.int64) if FORM == INDEXED else at_pick
@@ -196,11 +196,13 @@ def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, se
     )
 
 
-def sparse_mla_addresses(query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float) -> Tensor:
+def sparse_mla_addresses(
+    query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float, offset_bytes: int
+) -> Tensor:
     """See the package page."""
     nothing = torch.empty(0, dtype=torch.uint8, device=addresses.device)
     return _launch(
-        query_latent, query_rope, nothing, nothing, addresses, layout, scale, strides=(0, 0), rope_offset=layout.rope_offset,
+        query_latent, query_rope, nothing, nothing, addresses, layout, scale, strides=(offset_bytes, 0), rope_offset=layout.rope_offset,
         form=ADDRESSED.value,
     )  # fmt: skip
 

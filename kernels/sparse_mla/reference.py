@@ -36,11 +36,13 @@ def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, se
     return attend(query_latent, query_rope, *unpack_rows(rows, layout), selection, scale)
 
 
-def sparse_mla_addresses(query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float) -> Tensor:
+def sparse_mla_addresses(
+    query_latent: Tensor, query_rope: Tensor, addresses: Tensor, layout: RowLayout, scale: float, offset_bytes: int
+) -> Tensor:
     """Copy rows from their addresses, then attend; see the package page."""
     rows = torch.zeros((*addresses.shape, layout.row_bytes), dtype=torch.uint8)
     used = addresses != 0
-    rows[used] = rows_at(addresses[used], layout.row_bytes)
+    rows[used] = rows_at(addresses[used] + offset_bytes, layout.row_bytes)
     selection = torch.where(used, 0, -1)
     return sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
 

@@ -34,7 +34,9 @@ def packed_forms_agree(encoding: str, latent: int, rope: int) -> None:
     places = rows.data_ptr() + torch.arange(4 * picks).view(4, picks) * layout.row_bytes
     addresses = torch.where(selection >= 0, places, 0)
     interpreted.same("by address", sparse_mla_addresses(query, query_rope, addresses, layout, SCALE), got)
-    company.near("reference by address", reference.sparse_mla_addresses(query, query_rope, addresses, layout, SCALE), wanted, 1e-6)
+    shifted = torch.where(addresses != 0, addresses - 4096, 0)  # of a layer 4,096 bytes earlier; unused stays unused
+    interpreted.same("by address and offset", sparse_mla_addresses(query, query_rope, shifted, layout, SCALE, 4096), got)
+    company.near("reference by address", reference.sparse_mla_addresses(query, query_rope, shifted, layout, SCALE, 4096), wanted, 1e-6)
     by_position = torch.where(selection >= 0, torch.arange(4 * picks, dtype=torch.int32).view(4, picks), -1)
     history = rows.view(-1, layout.row_bytes)
     interpreted.same("by position", sparse_mla_packed(query, query_rope, history, by_position, layout, SCALE), got)
