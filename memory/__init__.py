@@ -5,6 +5,8 @@
 Parts, from the bytes up
     ledger.py      who holds how many physical bytes on which tier
     host.py        host buffers at exact size, touched lazily; the seam where a device registers them
+    registration.py  host memory made readable by a device; numa.py: its pages from the node beside the card
+    staging.py     copies that wait for nobody, and the order of what is filled outside the streams
     arena.py       RAM in 64-row blocks, taken once; reference counts
     pool.py        long-lived device buffers at exact size within a budget
     allotment.py   the units a session holds of a store and is still entitled to
@@ -46,15 +48,16 @@ from memory.arena import Arena, BlockId
 from memory.barrier import barrier, verify_mirror
 from memory.copyback import Copyback
 from memory.counts import RowCounts
-from memory.errors import ArenaFull, BarrierFailed, CopybackInFlight, DoesNotFit, PoolExhausted, RingOverrun
+from memory.errors import ArenaFull, BarrierFailed, CopybackInFlight, DoesNotFit, PoolExhausted, RegistrationRefused, RingOverrun
 from memory.ledger import Ledger
 from memory.placement import Offload, Placement, Resident
 from memory.pool import Pool
+from memory.registration import DeviceRegistration, registration_for
 from memory.session import SessionMemory
 
 __all__ = [
     "Arena", "BlockId", "Pool", "Ledger",
     "Placement", "Offload", "Resident", "SessionMemory", "AppendChunk", "RowCounts",
-    "Copyback", "barrier", "verify_mirror",
-    "DoesNotFit", "ArenaFull", "PoolExhausted", "RingOverrun", "CopybackInFlight", "BarrierFailed",
+    "Copyback", "barrier", "verify_mirror", "DeviceRegistration", "registration_for",
+    "DoesNotFit", "ArenaFull", "PoolExhausted", "RingOverrun", "CopybackInFlight", "BarrierFailed", "RegistrationRefused",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 Knows nothing of HTTP or of sessions' lives: `engine` turns these into its own errors at its boundary.
 """
 
-__all__ = ["ArenaFull", "BarrierFailed", "CopybackInFlight", "DoesNotFit", "PoolExhausted", "RingOverrun"]
+__all__ = ["ArenaFull", "BarrierFailed", "CopybackInFlight", "DoesNotFit", "PoolExhausted", "RegistrationRefused", "RingOverrun"]
 
 
 class DoesNotFit(Exception):
@@ -42,3 +42,7 @@ class CopybackInFlight(Exception):
 
 class BarrierFailed(Exception):
     """After the barrier's copies, mirrored and logical rows or the bytes themselves differ. Nothing may be exported."""
+
+
+class RegistrationRefused(Exception):
+    """Host memory cannot be made readable by the device. One line: the numbers, and what to change."""

@@ -66,7 +66,13 @@ class HostBuffer:
         self.size_bytes = size_bytes
         self.allocated_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._registration = registration
-        self.address = registration.register(self.bytes.data_ptr(), size_bytes)
+        try:
+            self.address = registration.register(self.bytes.data_ptr(), size_bytes)
+        except BaseException:
+            # Now, not when the error is forgotten: registering touched the pages, and whoever reports the error may need RAM.
+            del mapping
+            self.bytes = torch.empty(0, dtype=torch.uint8)
+            raise
 
     def close(self) -> None:
         """Unregister and drop the mapping; the kernel takes it back when the last view of it is gone."""

@@ -1,0 +1,45 @@
+"""Host memory that a device copies from and to without anybody waiting, and the order of what is filled outside every stream.
+
+Holds nothing. On the CPU all of it is free: a tensor is its own staging and there is one order.
+
+Invariants:
+1. A copy from a pinned tensor may outlive the tensor: torch gives its memory to nobody else before the stream is past the copy.
+2. Buffers are taken, zeroed and moved on the device's default stream, outside any stream's work, when nothing of their session is in
+   flight. The streams of `streams/device.py` do not wait for that one by themselves: the first work that touches a new buffer begins with
+   `behind_fills`.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["behind_fills", "landing", "outside_streams", "pinned"]
+
+
+def pinned(values: Tensor, device: torch.device) -> Tensor:
+    """Host values that `device_tensor.copy_(values, non_blocking=True)` takes without the host waiting.
+
+    Args: values: any shape and dtype, CPU, contiguous. device: where the copy will go.
+    Returns: `values` itself on the CPU, else a page-locked copy of them.
+    """
+    assert values.device.type == "cpu", f"values on {values.device}"
+    assert values.is_contiguous(), "a copy from host values that are not contiguous stages them again, and waits"
+    return values if device.type == "cpu" else values.pin_memory()
+
+
+def landing(source: Tensor) -> Tensor:
+    """A host tensor of `source`'s shape and dtype, to be the target of a copy; read it when the event of the copy's work is done."""
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
+
+
+def outside_streams(device: torch.device) -> bool:
+    """Whether the caller is outside every stream's work, where buffers are taken and filled."""
+    return device.type == "cpu" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+
+def behind_fills(device: torch.device) -> None:
+    """Work: the rest of this work, and what follows on its stream, comes after everything filled outside the streams so far.
+
+    A wait on the device, never on the host. Not part of a captured graph: buffers do not change under one.
+    """
+    if not outside_streams(device):
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
