@@ -32,7 +32,9 @@ class EngineConfig:
     index_key_format: Literal["auto", "bf16", "f32"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
     tape: str = ""  # file that every operation is recorded to; "": none
-    load_format: Literal["auto", "random"] = "auto"
+    dtype: Literal["auto", "f32", "bf16"] = "auto"  # auto: f32 on the CPU; on a device bf16, unless the checkpoint stores f32
+    load_format: Literal["auto", "random"] = "auto"  # random: seeded weights for a config.json or a named configuration
+    graphs: Literal["auto", "on", "off"] = "auto"  # whether decode steps are replays of a recording; auto: on a device
     force_miss_rate: float = 0.0  # for measuring: share of a decode step's picks that is new; 0: the model's own picks
 
     def __post_init__(self) -> None:
@@ -47,13 +49,12 @@ class EngineConfig:
             raise BadSetting(f"force_miss_rate must be between 0 and 1, not {self.force_miss_rate}")
         if self.draft_depth != 0:
             raise BadSetting("draft_depth must be 0: drafting is not built yet; MTP rows are kept all the same")
-        if self.load_format == "random":
-            raise BadSetting("load_format random is not built yet: it needs the benchmark model; use auto")
         if self.mirror_replicas == 2:
             raise BadSetting("mirror_replicas 2 needs a peer device, which is not built yet; use 1")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32"), "load_format": ("auto", "random"),
+            "dtype": ("auto", "f32", "bf16"), "graphs": ("auto", "on", "off"),
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

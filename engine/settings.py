@@ -152,7 +152,7 @@ _KEY_FORMAT = choice("auto", "bf16", "f32", later=("e4m3",))
 
 SETTINGS: dict[str, Setting] = _table(
     (
-        ("model", "model", parse_text, "DIR", "model directory in Hugging Face layout"),
+        ("model", "model", parse_text, "DIR", "model directory in Hugging Face layout; with random weights also glm-5.3-slice or glm-5.3"),
         ("demo", "demo", parse_switch, "", "use the model that comes with the package"),
         ("device", "engine.device", choice("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the model runs"),
         ("placement", "engine.placement", choice("offload", "resident"), "offload|resident", "rows in RAM with a hot cache, or device"),
@@ -169,7 +169,9 @@ SETTINGS: dict[str, Setting] = _table(
         ("row_format", "engine.row_format", choice("q8g64", "bf16", "f32"), "q8g64|bf16|f32", "how rows are stored"),
         ("index_key_format", "engine.index_key_format", _KEY_FORMAT, "auto|bf16|f32", "how index keys are stored"),
         ("latent_norm_eps", "engine.latent_norm_eps", parse_decimal, "X", "epsilon of the latent norms; some servers use 1e-5"),
+        ("dtype", "engine.dtype", choice("auto", "f32", "bf16"), "auto|f32|bf16", "what the model computes in; auto: f32 on the CPU"),
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),
+        ("graphs", "engine.graphs", choice("auto", "on", "off"), "auto|on|off", "replay decode steps from a recording; auto: on a device"),
         ("force_miss_rate", "engine.force_miss_rate", parse_share, "SHARE", "for measuring: made-up selections, this share of them new"),
         ("tape", "engine.tape", parse_text, "FILE", "record every operation to this file; see forebay tape"),
         ("host", "server.host", parse_text, "ADDRESS", "address to listen on"),

@@ -1,7 +1,8 @@
 """The model: GLM-5-family (`glm_moe_dsa`) weights and formulas between the parts that keep state.
 
-Parts: `config` (what config.json says) with `fields` (reading it); `files` (stored tensors, mapped) and `weights` (checked,
-dequantised, copied); `mla`, `indexer`, `moe`, `layer`, `mtp` (frozen weights with the projections as methods); `glm` (the whole, by stage).
+Parts: `config` (what config.json says) with `fields` (reading it) and `named` (configurations known by name); `source` (where tensors
+come from: `files`, mapped, or `random`, drawn after the shapes of `stored`) and `weights` (checked, dequantised, copied); `mla`, `indexer`,
+`moe`, `layer`, `mtp` (frozen weights with the projections as methods); `glm` (the whole, by stage).
 
 A step calls, a layer at a time:
 
@@ -22,6 +23,8 @@ Invariants:
    depend on its company.
 2. Arithmetic is `kernels/`' own; here only reshapes, cuts, joins and sums.
 3. Everything unsupported is refused while loading, in one line that names the file, tensor or field.
+4. States are in the model's dtype, float32 or bfloat16; head weights of the indexer and routing are float32 in both. On a device the
+   weights of products are as stored, block-FP8 included.
 
 Kept: absorbed form (UK into the query, UV after attention), because a row is then one latent and one key for all heads.
 Refused: merging q_a and kv_a into one product; with ragged scale blocks that loses a row of scales when done on quantised weights,

@@ -27,6 +27,8 @@ _INDEX = "model.safetensors.index.json"
 class TensorFiles:
     """Names, shapes and contents of the stored tensors. Raises BadModel naming the file or tensor."""
 
+    borrowed = True
+
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._open: dict[str, Any] = {}

@@ -12,18 +12,17 @@ Source: model.md, sections 2.1, 3 and 4.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.defaults import default_eos
-from engine.errors import BadModel
+from engine.errors import BadModel, NotAdmitted
 from engine.model.config import ModelConfig
-from engine.model.files import TensorFiles
 from engine.model.layer import LayerWeights
 from engine.model.mtp import MtpWeights
+from engine.model.source import LoadFormat, ModelSource, check_room, open_source
 from engine.model.weights import WeightReader
 from kernels.linear import linear
 from kernels.norm import rms_norm
@@ -53,6 +52,11 @@ class Model:
     latent_norm_eps: float
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.frequencies.device
+
+    @property
     def row_layers(self) -> list[LayerWeights]:
         """Every layer that keeps rows, in local order: the stage's layers, then the MTP block's."""
         return self.layers if self.mtp is None else [*self.layers, self.mtp.layer]
@@ -78,6 +82,13 @@ class Model:
         assert self.norm is not None, "this stage has no final norm"
         return rms_norm(x, self.norm, self.config.norm_eps)
 
+    def norm_after(self, local: int) -> tuple[Tensor, float]:
+        """Weight [H] and eps of the norm that reads the residual state behind a local layer: the next layer's first, or the final one."""
+        if local + 1 < len(self.layers):
+            return self.layers[local + 1].input_norm, self.layers[local + 1].norm_eps
+        assert self.norm is not None, "this stage has no final norm"
+        return self.norm, self.config.norm_eps
+
     def logits(self, h: Tensor) -> Tensor:
         """Logits [T, V] in the model's dtype of final hidden states h [T, H]."""
         assert self.head is not None, "this stage has no output head"
@@ -90,33 +101,50 @@ class Model:
 
 
 def load_model(
-    directory: str | Path,
+    model: str | Path,
     *,
     layers: range | None = None,
-    dtype: torch.dtype = torch.float32,
+    load_format: LoadFormat = "auto",
+    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     latent_norm_eps: float = 1e-6,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """Read a model directory in Hugging Face layout.
+    """Read a model directory in Hugging Face layout, or draw random weights for its config.json or a named configuration.
 
-    Args: layers: the stage's layers (default: all); only their tensors are read. progress: called with (tensors read, tensors to read).
-    Raises: BadModel: one line naming the file, tensor or field that is missing, misshapen, unexpected or unsupported.
+    Args: layers: the stage's layers (default: all); only their tensors are read. load_format: `random` draws weights from a fixed seed.
+    dtype: None: float32 on the CPU; on a device bfloat16, unless the checkpoint stores float32. Block-FP8 weights of products stay so on
+    a device. progress: called with (tensors read, tensors to read).
+    Raises: BadModel: one line naming the file, tensor or field that is missing, misshapen, unexpected or unsupported. BadSetting: a named
+    configuration without `random`. NotAdmitted: the weights do not fit.
     """
-    config = ModelConfig.read(directory)
-    ends = dict.fromkeys((*config.eos_token_ids, *default_eos(Path(directory))))  # in order, each once
-    config = replace(config, eos_token_ids=tuple(ends))
-    held = layers if layers is not None else range(config.layers)
+    place = torch.device(device)
+    source = open_source(model, load_format, dtype, place, first_layer=layers.start if layers is not None else 0)
+    held = layers if layers is not None else range(source.config.layers)
     assert held.step == 1, f"a stage is consecutive layers, not {held}"
-    assert 0 <= held.start < held.stop <= config.layers, f"no stage {held} of {config.layers} layers"
-    files = TensorFiles(directory)
-    mtp_stored = _check_names(files.names, config.layers)
-    first, last = held.start == 0, held.stop == config.layers
-    with_mtp = last and mtp_stored
+    assert 0 <= held.start < held.stop <= source.config.layers, f"no stage {held} of {source.config.layers} layers"
+    first, last = held.start == 0, held.stop == source.config.layers
+    with_mtp = last and _check_names(source.tensors.names, source.config.layers)
     outer = {_OUTER[0]: first or with_mtp, _OUTER[1]: last, _OUTER[2]: last}
-    read_layers = {*held, config.layers} if with_mtp else {*held}
-    total = sum(_is_read(name, read_layers, outer) for name in files.names)
-    reader = WeightReader(files, dtype=dtype, device=torch.device(device), block=config.weight_block, total=total, progress=progress)
+    read_layers = {*held, source.config.layers} if with_mtp else {*held}
+    names = [name for name in source.tensors.names if _is_read(name, read_layers, outer)]
+    check_room(model, source.tensors, names, place)
+    reader = WeightReader(
+        source.tensors, dtype=source.dtype, device=place, block=source.config.weight_block, total=len(names), progress=progress
+    )
+    try:
+        return _read(reader, source, held, outer, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
+    except torch.OutOfMemoryError as error:
+        free, whole = torch.cuda.mem_get_info(place)
+        raise NotAdmitted(f"the weights of {model} do not fit on {place}: {free:,} of its {whole:,} bytes were left") from error
+
+
+def _read(
+    reader: WeightReader, source: ModelSource, held: range, outer: dict[str, bool], *, with_mtp: bool, device: torch.device,
+    latent_norm_eps: float,
+) -> Model:  # fmt: skip
+    """Take a stage's weights, and check that nothing of its layers is left."""
+    config = source.config
     shapes = {_OUTER[0]: (config.vocabulary, config.hidden), _OUTER[1]: (config.hidden,), _OUTER[2]: (config.vocabulary, config.hidden)}
     embedding, norm, head = (reader.take(name, *shapes[name]) if outer[name] else None for name in _OUTER)
     stage = []
@@ -136,7 +164,7 @@ def load_model(
         norm=norm,
         head=head,
         frequencies=rope_frequencies(config.rope_theta, config.rope).to(device),
-        dtype=dtype,
+        dtype=source.dtype,
         latent_norm_eps=latent_norm_eps,
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.model.weights import WeightReader
+from engine.model.weights import Weight, WeightReader
 from kernels.linear import linear
 from kernels.norm import layer_norm
 from kernels.rope import rotate
@@ -31,8 +31,8 @@ _KEY_NORM_EPS = 1e-6
 class IndexerWeights:
     """One full layer's indexer. I index heads of width Di; the rest as in `MlaWeights`."""
 
-    query_up: Tensor  # [I * Di, Rq]
-    key_down: Tensor  # [Di, H]
+    query_up: Weight  # [I * Di, Rq]
+    key_down: Weight  # [Di, H]
     key_norm: Tensor  # [Di]
     key_bias: Tensor  # [Di]
     head_weights: Tensor  # [I, H]
@@ -42,8 +42,8 @@ class IndexerWeights:
         """Take the weights under `prefix` (ends in `indexer.`). Raises BadModel naming the tensor."""
         width, heads = config.index_width, config.index_heads
         return cls(
-            query_up=reader.take(f"{prefix}wq_b.weight", heads * width, config.query_latent),
-            key_down=reader.take(f"{prefix}wk.weight", width, config.hidden),
+            query_up=reader.take_weight(f"{prefix}wq_b.weight", heads * width, config.query_latent),
+            key_down=reader.take_weight(f"{prefix}wk.weight", width, config.hidden),
             key_norm=reader.take(f"{prefix}k_norm.weight", width),
             key_bias=reader.take(f"{prefix}k_norm.bias", width),
             head_weights=reader.take(f"{prefix}weights_proj.weight", heads, config.hidden),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.model.weights import WeightReader
+from engine.model.weights import Weight, WeightReader
 from kernels.linear import heads_linear, linear
 from kernels.norm import rms_norm
 from kernels.rope import rotate
@@ -28,14 +28,14 @@ __all__ = ["MlaWeights"]
 class MlaWeights:
     """One layer's attention weights. T rows, H hidden, N heads, Dn/Dr/Dv widths, Rq/R latents; all in the model's dtype."""
 
-    query_down: Tensor  # [Rq, H]
+    query_down: Weight  # [Rq, H]
     query_norm: Tensor  # [Rq]
-    query_up: Tensor  # [N * (Dn + Dr), Rq]
-    row_down: Tensor  # [R + Dr, H]
+    query_up: Weight  # [N * (Dn + Dr), Rq]
+    row_down: Weight  # [R + Dr, H]
     row_norm: Tensor  # [R]
     key_up: Tensor  # [N, R, Dn]: UK transposed, as the absorbed query needs it
     value_up: Tensor  # [N, Dv, R]: UV
-    output: Tensor  # [H, N * Dv]
+    output: Weight  # [H, N * Dv]
     norm_eps: float  # of the two latent norms
 
     @classmethod
@@ -46,14 +46,14 @@ class MlaWeights:
         both = reader.take(f"{prefix}kv_b_proj.weight", heads * (config.nope + config.value), config.latent)
         per_head = both.view(heads, config.nope + config.value, config.latent)
         return cls(
-            query_down=reader.take(f"{prefix}q_a_proj.weight", config.query_latent, config.hidden),
+            query_down=reader.take_weight(f"{prefix}q_a_proj.weight", config.query_latent, config.hidden),
             query_norm=reader.take(f"{prefix}q_a_layernorm.weight", config.query_latent),
-            query_up=reader.take(f"{prefix}q_b_proj.weight", heads * query, config.query_latent),
-            row_down=reader.take(f"{prefix}kv_a_proj_with_mqa.weight", config.latent + config.rope, config.hidden),
+            query_up=reader.take_weight(f"{prefix}q_b_proj.weight", heads * query, config.query_latent),
+            row_down=reader.take_weight(f"{prefix}kv_a_proj_with_mqa.weight", config.latent + config.rope, config.hidden),
             row_norm=reader.take(f"{prefix}kv_a_layernorm.weight", config.latent),
             key_up=per_head[:, : config.nope].transpose(1, 2).contiguous(),
             value_up=per_head[:, config.nope :].contiguous(),
-            output=reader.take(f"{prefix}o_proj.weight", config.hidden, heads * config.value),
+            output=reader.take_weight(f"{prefix}o_proj.weight", config.hidden, heads * config.value),
             norm_eps=norm_eps,
         )
 

@@ -14,7 +14,7 @@ from typing import Self
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.model.weights import WeightReader
+from engine.model.weights import Weight, WeightReader
 from kernels.moe import experts, gated_mlp, route
 
 __all__ = ["DenseWeights", "MoeWeights"]
@@ -24,17 +24,17 @@ __all__ = ["DenseWeights", "MoeWeights"]
 class DenseWeights:
     """A gated MLP of width F."""
 
-    gate: Tensor  # [F, H]
-    up: Tensor  # [F, H]
-    down: Tensor  # [H, F]
+    gate: Weight  # [F, H]
+    up: Weight  # [F, H]
+    down: Weight  # [H, F]
 
     @classmethod
     def read(cls, reader: WeightReader, prefix: str, hidden: int, width: int) -> Self:
         """Take the weights under `prefix` (ends in `.`). Raises BadModel naming the tensor."""
         return cls(
-            gate=reader.take(f"{prefix}gate_proj.weight", width, hidden),
-            up=reader.take(f"{prefix}up_proj.weight", width, hidden),
-            down=reader.take(f"{prefix}down_proj.weight", hidden, width),
+            gate=reader.take_weight(f"{prefix}gate_proj.weight", width, hidden),
+            up=reader.take_weight(f"{prefix}up_proj.weight", width, hidden),
+            down=reader.take_weight(f"{prefix}down_proj.weight", hidden, width),
         )
 
     def feed(self, y: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class MoeWeights:
 
     router: Tensor  # [E, H] float32
     bias: Tensor  # [E] float32
-    gate_up: Tensor  # [E, 2F, H]: gate rows first
-    down: Tensor  # [E, H, F]
+    gate_up: Weight  # [E, 2F, H]: gate rows first
+    down: Weight  # [E, H, F]
     shared: DenseWeights
     routing: Routing
 

@@ -49,9 +49,12 @@ class MtpWeights:
         )
 
     def join_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The block's residual input [T, H] of the next tokens' embeddings [T, H] and the final hidden states [T, H]."""
+        """The block's residual input [T, H] of the next tokens' embeddings [T, H] and the final hidden states [T, H].
+
+        Hidden states may come in float32, as they are kept: they are values of the model's dtype, so the cast is exact.
+        """
         first = rms_norm(embedded, self.embedding_norm, self.norm_eps)
-        second = rms_norm(hidden, self.hidden_norm, self.norm_eps)
+        second = rms_norm(hidden.to(embedded.dtype), self.hidden_norm, self.norm_eps)
         return linear(torch.cat((first, second), dim=-1), self.join)
 
     def final_norm(self, y: Tensor) -> Tensor:

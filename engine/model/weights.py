@@ -4,22 +4,26 @@ Holds `WeightReader`. Knows shapes as its callers state them; knows no layer for
 
 Invariants:
 1. A tensor is block-FP8 exactly when its name + `_scale_inv` is stored; the config's list of exceptions is not believed.
-2. Scales are applied in float32 before anything is cut or cast.
+2. On a device the weight of a product stays block-FP8; else scales are applied in float32 before anything is cut or cast.
 3. Whatever was not taken under a prefix and is not one of the known leftovers is an error: a silent extra is a misread model.
-4. A weight is a contiguous copy: no page of a file is read while decoding.
+4. A weight is contiguous and the model's own: no page of a file is read while decoding.
 Source: model.md, sections 4.1 and 4.2.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from engine.errors import BadModel
-from engine.model.files import TensorFiles
+from engine.model.source import TensorSource
+from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
 
-__all__ = ["WeightReader"]
+__all__ = ["Weight", "WeightReader"]
+
+Weight: TypeAlias = Tensor | BlockFp8  # of a product
 
 _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +36,7 @@ class _Kind:
 
 
 class WeightReader:
-    """Takes named weights out of `files` as `dtype` on `device`.
+    """Takes named weights out of `source` as `dtype` on `device`.
 
     progress: called with (stored tensors read, stored tensors to read).
     Raises BadModel naming the tensor: missing, misshapen, of an unsupported dtype, or (from `finish`) unexpected.
@@ -40,7 +44,7 @@ class WeightReader:
 
     def __init__(
         self,
-        files: TensorFiles,
+        source: TensorSource,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -48,8 +52,8 @@ class WeightReader:
         total: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._files = files
-        self._names = files.names
+        self._files = source
+        self._names = source.names
         self._kind = _Kind(dtype, device)
         self._block = block
         self._total = total
@@ -62,11 +66,11 @@ class WeightReader:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The weight of this name and shape, in the model's dtype."""
-        return self._stored(name, shape).to(self._kind.device, self._kind.dtype, copy=True).contiguous()
+        return self._own(self._plain(name, shape), self._kind.dtype)
 
     def take_f32(self, name: str, *shape: int) -> Tensor:
         """The weight of this name and shape, in float32 whatever the model's dtype."""
-        return self._stored(name, shape).to(self._kind.device, torch.float32, copy=True).contiguous()
+        return self._own(self._plain(name, shape), torch.float32)
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """As `take_f32`, of a tensor that must be stored in float32: rounded values cannot be repaired."""
@@ -74,23 +78,48 @@ class WeightReader:
             raise BadModel(f"tensor {name} is stored as {_said(stored)}; it must be float32, lower precision breaks routing")
         return self.take_f32(name, *shape)
 
-    def take_experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[Tensor, Tensor]:
+    def take_weight(self, name: str, *shape: int) -> Weight:
+        """The weight of a product of this name and shape: in the model's dtype, or as it is stored where products take block-FP8."""
+        if not self._stays_fp8(name):
+            return self.take(name, *shape)
+        tensor, scale = self._kept_fp8(name, shape)
+        return BlockFp8(self._own(tensor, tensor.dtype), self._own(scale, torch.float32))
+
+    def take_experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[Weight, Weight]:
         """Routed experts, stored one by one or merged.
 
         Returns: gate_up [experts, 2 * width, hidden] (gate rows first) and down [experts, hidden, width].
         """
+        whole_blocks = width % FP8_BLOCK == 0  # else a scale block would straddle gate and up
         if self.has(f"{prefix}gate_up_proj") or self.has(f"{prefix}down_proj"):
+            take = self.take_weight if whole_blocks else self.take
             return (
-                self.take(f"{prefix}gate_up_proj", experts, 2 * width, hidden),
-                self.take(f"{prefix}down_proj", experts, hidden, width),
+                take(f"{prefix}gate_up_proj", experts, 2 * width, hidden),
+                self.take_weight(f"{prefix}down_proj", experts, hidden, width),
             )
-        gate_up = torch.empty((experts, 2 * width, hidden), dtype=self._kind.dtype, device=self._kind.device)
-        down = torch.empty((experts, hidden, width), dtype=self._kind.dtype, device=self._kind.device)
-        for expert in range(experts):
-            gate_up[expert, :width] = self._stored(f"{prefix}{expert}.gate_proj.weight", (width, hidden))
-            gate_up[expert, width:] = self._stored(f"{prefix}{expert}.up_proj.weight", (width, hidden))
-            down[expert] = self._stored(f"{prefix}{expert}.down_proj.weight", (hidden, width))
-        return gate_up, down
+        names = [[f"{prefix}{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in range(experts)]
+        downs = [[f"{prefix}{expert}.down_proj.weight"] for expert in range(experts)]
+        return self._joined(names, width, hidden, may_stay=whole_blocks), self._joined(downs, hidden, width, may_stay=True)
+
+    def _joined(self, names: list[list[str]], outputs: int, width: int, *, may_stay: bool) -> Weight:
+        """One weight an expert of tensors [outputs, width] one below the other: [experts, parts * outputs, width]."""
+        parts, device = len(names[0]), self._kind.device
+        stays = may_stay and all(self._stays_fp8(name) for each in names for name in each)
+        dtype = torch.float8_e4m3fn if stays else self._kind.dtype
+        values = torch.empty((len(names), parts * outputs, width), dtype=dtype, device=device)
+        if not stays:
+            for expert, each in enumerate(names):
+                for part, name in enumerate(each):
+                    values[expert, part * outputs : (part + 1) * outputs] = self._plain(name, (outputs, width))
+            return values
+        rows = -(-outputs // FP8_BLOCK)
+        scales = torch.empty((len(names), parts * rows, -(-width // FP8_BLOCK)), device=device)
+        for expert, each in enumerate(names):
+            for part, name in enumerate(each):
+                tensor, scale = self._kept_fp8(name, (outputs, width))
+                values[expert, part * outputs : (part + 1) * outputs] = tensor.to(device)
+                scales[expert, part * rows : (part + 1) * rows] = scale
+        return BlockFp8(values, scales)
 
     def finish(self, prefix: str, *, ignored: Collection[str] = ()) -> None:
         """Check that every stored tensor under `prefix` was taken, but those in `ignored` (names after the prefix)."""
@@ -98,25 +127,45 @@ class WeightReader:
             if name.startswith(prefix) and name.removeprefix(prefix) not in ignored:
                 raise BadModel(f"tensor {name} is unexpected: this model has no such weight")
 
+    def _own(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(self._kind.device, dtype, copy=self._files.borrowed).contiguous()
+
+    def _stays_fp8(self, name: str) -> bool:
+        """Whether a product reads this tensor as it is stored: kernels do; the CPU's references would dequantise it at each call."""
+        return self._kind.device.type != "cpu" and self._block == (FP8_BLOCK, FP8_BLOCK) and self.has(name + _SCALE)
+
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of this name, checked and dequantised, in its stored dtype or float32."""
+        """The tensor of this name, its shape checked."""
         found = self._files.shape(name)
         if found != shape:
             raise BadModel(f"tensor {name} has shape {list(found)}; the config asks for {list(shape)}")
         tensor = self._files.read(name)
         self._took(name)
+        return tensor
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of this name, checked and dequantised, in its stored dtype or float32."""
         scale_name = name + _SCALE
         if self.has(scale_name):
-            if tensor.dtype != torch.float8_e4m3fn:
-                raise BadModel(f"tensor {name} is stored as {_said(tensor.dtype)} but {scale_name} exists; expected float8_e4m3fn")
-            return self._dequantised(tensor, scale_name)
+            return self._dequantised(self._stored_fp8(name, shape), scale_name)
+        tensor = self._stored(name, shape)
         if tensor.dtype not in _FLOATS:
             missing = f" and {scale_name} is missing" if tensor.dtype == torch.float8_e4m3fn else ""
             raise BadModel(f"tensor {name} is stored as {_said(tensor.dtype)}{missing}; expected a float32, bfloat16 or float16 weight")
         return tensor
 
-    def _dequantised(self, tensor: Tensor, scale_name: str) -> Tensor:
-        """Multiply block by block; the last block row and column may be ragged."""
+    def _kept_fp8(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        tensor = self._stored_fp8(name, shape)
+        return tensor, self._scale(tensor, name + _SCALE)
+
+    def _stored_fp8(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._stored(name, shape)
+        if tensor.dtype != torch.float8_e4m3fn:
+            raise BadModel(f"tensor {name} is stored as {_said(tensor.dtype)} but {name}{_SCALE} exists; expected float8_e4m3fn")
+        return tensor
+
+    def _scale(self, tensor: Tensor, scale_name: str) -> Tensor:
+        """Scales of a tensor's blocks, float32; the last block row and column may be ragged."""
         rows, columns = self._block
         *leading, out, into = tensor.shape
         shape = (*leading, -(-out // rows), -(-into // columns))
@@ -127,8 +176,15 @@ class WeightReader:
         if scale.dtype != torch.float32:
             raise BadModel(f"tensor {scale_name} is stored as {_said(scale.dtype)}; expected float32")
         self._took(scale_name)
+        return scale
+
+    def _dequantised(self, tensor: Tensor, scale_name: str) -> Tensor:
+        """Multiply block by block, in float32, where the weight will be."""
+        rows, columns = self._block
+        out, into = tensor.shape[-2:]
+        scale = self._scale(tensor, scale_name).to(self._kind.device)
         spread = scale.repeat_interleave(rows, -2)[..., :out, :].repeat_interleave(columns, -1)[..., :into]
-        return tensor.to(torch.float32) * spread
+        return tensor.to(self._kind.device).to(torch.float32) * spread
 
     def _took(self, name: str) -> None:
         assert name not in self._taken, f"{name} taken twice"

@@ -1,6 +1,5 @@
 """Loading checkpoints: every stored form gives the same weights, and every fault one line that names it."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from engine.errors import BadModel
 from engine.model import Model, load_model
 from engine.model.files import TensorFiles
+from tests.engine.model.model_weights import weights_of
 from tests.engine.model.tiny_models import FP8_BLOCK, dequantised, quantised, random_tensors, tiny_config, write_checkpoint
 
 CONFIG = tiny_config(num_hidden_layers=3, indexer_types=["full", "shared", "full"], n_routed_experts=4)
@@ -22,21 +22,8 @@ TENSORS = random_tensors(CONFIG, 1)
 KV_B = "model.layers.1.self_attn.kv_b_proj.weight"
 
 
-def _weights(part: object, path: str = "") -> dict[str, Tensor]:
-    """Every tensor of nested frozen weights by its path."""
-    if isinstance(part, Tensor):
-        return {path: part}
-    if isinstance(part, list):
-        return {name: each for i, inner in enumerate(part) for name, each in _weights(inner, f"{path}.{i}").items()}
-    if dataclasses.is_dataclass(part):
-        return {
-            name: each for one in dataclasses.fields(part) for name, each in _weights(getattr(part, one.name), f"{path}.{one.name}").items()
-        }
-    return {}
-
-
 def _same(left: Model, right: Model) -> bool:
-    one, other = _weights(left), _weights(right)
+    one, other = weights_of(left), weights_of(right)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -45,11 +32,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(TENSORS, CONFIG, tmp_path_factory.mktemp("plain"))
 
 
-def test_shards_and_merged_experts_give_the_same_weights(plain: Path, tmp_path: Path) -> None:
+def test_shards_and_merged_experts_give_the_sameweights_of(plain: Path, tmp_path: Path) -> None:
     """One file or four, an expert a tensor or merged ones: all weights are equal."""
     first = load_model(plain)
     assert first.mtp is not None
-    assert len(_weights(first)) > 60
+    assert len(weights_of(first)) > 60
     assert _same(first, load_model(write_checkpoint(TENSORS, CONFIG, tmp_path / "shards", shards=4)))
     assert _same(first, load_model(write_checkpoint(TENSORS, CONFIG, tmp_path / "merged", merged=True)))
     assert _same(first, load_model(write_checkpoint(TENSORS, CONFIG, tmp_path / "both", merged=True, shards=3)))
@@ -90,10 +77,10 @@ def test_bfloat16_upcasts_exactly_and_may_be_kept(tmp_path: Path) -> None:
     assert kept.head.dtype == torch.bfloat16
     assert kept.layers[1].mlp.router.dtype == kept.layers[1].mlp.bias.dtype == torch.float32
     assert torch.equal(kept.layers[1].mlp.bias, TENSORS["model.layers.1.mlp.gate.e_score_correction_bias"])
-    assert all(torch.equal(kept_one.float(), _weights(upcast)[name]) for name, kept_one in _weights(kept).items())
+    assert all(torch.equal(kept_one.float(), weights_of(upcast)[name]) for name, kept_one in weights_of(kept).items())
 
 
-def test_block_fp8_equals_dequantised_weights(tmp_path: Path) -> None:
+def test_block_fp8_equals_dequantisedweights_of(tmp_path: Path) -> None:
     """Block-FP8 weights are value times scale of their block, the ragged last ones included, whatever the exception list says."""
     directory = write_checkpoint(TENSORS, CONFIG, tmp_path / "fp8", fp8=True, shards=2)
     by_hand = write_checkpoint(dequantised(quantised(TENSORS)), CONFIG, tmp_path / "plain")
@@ -124,7 +111,7 @@ def test_weights_survive_their_files(tmp_path: Path) -> None:
     with open(file, "r+b") as stored:
         stored.seek(-1000, 2)
         stored.write(b"\xff" * 1000)
-    assert all(torch.isfinite(tensor).all() for tensor in _weights(model).values())
+    assert all(torch.isfinite(tensor).all() for tensor in weights_of(model).values())
 
 
 def test_mtp_block_is_there_when_its_projection_is(tmp_path: Path) -> None:
@@ -152,7 +139,7 @@ def test_stage_reads_only_its_layers(tmp_path: Path) -> None:
     assert (middle.embedding, middle.norm, middle.head, middle.mtp) == (None, None, None, None)
     assert middle.groups == ((0,),)
     assert middle.layers[0].layer == 1
-    assert _weights(middle.layers).keys() == _weights([whole.layers[1]]).keys()
+    assert weights_of(middle.layers).keys() == weights_of([whole.layers[1]]).keys()
     assert torch.equal(middle.layers[0].mla.key_up, whole.layers[1].mla.key_up)
     assert last.embedding is not None, "the MTP block embeds tokens"
     assert last.groups == ((0,), (1,))

@@ -1,0 +1,83 @@
+"""Tensors of a checkpoint that nobody stored: drawn from a seed, on the device that will hold them.
+
+Holds `RandomTensors`. For measuring and for tests: speed and exactness need true shapes and weights that matter, not trained ones.
+
+Invariants:
+1. A tensor's values follow from the seed, its name and shape, the dtype and the kind of device; never from what else was read, so that
+   a stage holds what the whole model holds of its layers.
+2. A tensor is drawn in the dtype it is kept in, in its place: no wider copy exists.
+3. Widths are such that attention is far from uniform, routing uses every expert and states stay of order 1 through the layers.
+Source: model.md, section 7.3, whose recipe this is.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig
+from engine.model.stored import stored_shapes
+
+__all__ = ["RandomTensors"]
+
+_SEED = 1
+_BIAS = "e_score_correction_bias"
+# Gain over N(0, 1) / sqrt(width), by the end of the name. Small before a latent norm, so that its eps shows.
+_GAIN = {"lm_head.weight": 2.0, "q_b_proj.weight": 1.6, "mlp.gate.weight": 1.6, "q_a_proj.weight": 0.03}
+_LATENT_GAIN = 0.03
+
+
+class RandomTensors:
+    """Every tensor of a checkpoint of `config`, drawn when it is read.
+
+    Args: mtp: with the MTP block. dtype: of all tensors but the router's bias, which is float32.
+    """
+
+    borrowed = False
+
+    def __init__(self, config: ModelConfig, *, mtp: bool, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._shapes = stored_shapes(config, mtp=mtp)
+        self._dtype = dtype
+        self._generator = torch.Generator(device)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor's name."""
+        return frozenset(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        assert name in self._shapes, f"no such model has a tensor {name}"
+        return self._shapes[name]
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes that the weight takes: routers are kept in float32."""
+        return math.prod(self._shapes[name]) * (4 if ".mlp.gate." in name else self._dtype.itemsize)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, the caller's to keep."""
+        shape = self.shape(name)
+        digest = hashlib.blake2b(f"{_SEED} {name}".encode(), digest_size=8).digest()
+        self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        mean, deviation = self._spread(name, shape)
+        dtype = torch.float32 if name.endswith(_BIAS) else self._dtype
+        tensor = torch.empty(shape, dtype=dtype, device=self._generator.device).normal_(mean, deviation, generator=self._generator)
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            tensor[: self._config.latent] *= _LATENT_GAIN
+        return tensor
+
+    def _spread(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+        """Mean and standard deviation of a tensor's values."""
+        if name.endswith(_BIAS):
+            # The band of real models; below zero in a grouped one, where leaving a group out must not depend on the sign.
+            return (6.9 if self._config.expert_groups == 1 else -1.0), 0.15
+        if name.endswith(".bias"):
+            return 0.0, 0.5
+        if len(shape) == 1:
+            return 1.0, 0.25
+        if name == "model.embed_tokens.weight":
+            return 0.0, 1.0
+        gain = next((gain for end, gain in _GAIN.items() if name.endswith(end)), 1.0)
+        return 0.0, gain / shape[1] ** 0.5
