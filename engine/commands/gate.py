@@ -6,7 +6,6 @@ or was not measured, 2 a bad command line; a server that does not come up gives 
 
 import argparse
 import asyncio
-import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -18,19 +17,17 @@ from rich.text import Text
 
 from engine import logs
 from engine.commands.command import Command, Invocation
-from engine.commands.display import Bar
+from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results
 from engine.errors import BadSetting
 from engine.gate import Outcome, Plan, Runs, as_json, outcome, parse_history, table, write_json
 from engine.gate.machine import machine
 from engine.gate.process import serve_words, server_process
 from engine.gate.verdict import Arm
-from engine.settings import SETTINGS, add_flags, parse_decimal, parse_integer
+from engine.settings import SETTINGS, add_flags, parse_decimal
 
 __all__ = ["COMMAND"]
 
 _COUNTS = ("prompt_tokens", "new_tokens", "pairs", "null_pairs", "warmup_tokens")
-_NOT_HERE = ("model", "placement", "tape")  # the engine's other settings are flags here; what is measured is not on tape
-_PLAIN_WIDTH = 160
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", metavar="PERCENT", help="loss a pair may have; the null spread if that is larger (0.15)")
     parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="tokens of an answer before the measured one (8)")
     parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
-    parser.add_argument("--json", dest="json", metavar="FILE", help="write everything there")
-    add_flags(parser, (name for name, setting in SETTINGS.items() if setting.place == "engine" and name not in _NOT_HERE))
+    add_json(parser)
+    add_flags(parser, engine_flags("placement"))
     add_flags(parser, ("demo", "log_format"))
 
 
@@ -54,8 +51,8 @@ def _plan(invocation: Invocation) -> Plan:
     settings.model_directory()  # a model must be named
     given: dict[str, Any] = {}
     for name in _COUNTS:
-        if options.get(name) is not None:
-            given[name] = _number(f"--{name.replace('_', '-')}", str(options[name]))
+        if (count := count_of(options, name)) is not None:
+            given[name] = count
     if options.get("limit") is not None:
         try:
             given["limit"] = parse_decimal(str(options["limit"]).removesuffix("%")) / 100
@@ -71,50 +68,11 @@ def _plan(invocation: Invocation) -> Plan:
     return Plan(engine=settings.engine, model=None if settings.demo else settings.model, **given)
 
 
-def _number(flag: str, text: str) -> int:
-    try:
-        return parse_integer(text)
-    except ValueError as error:
-        raise BadSetting(f"{flag} must be {error}, not {text!r}") from None
-
-
-def _target(invocation: Invocation) -> Path | None:
-    """Where the JSON goes; refused before hours of measuring, not after."""
-    name = invocation.options.get("json")
-    if name is None:
-        return None
-    path = Path(str(name))
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BadSetting(f"--json: cannot write {path}")
-    return path
-
-
-class _Bars:
-    """One bar a run."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._title = ""
-        self._bar: Bar | None = None
-
-    def __call__(self, title: str, done: int, total: int) -> None:
-        if title != self._title or self._bar is None:
-            self.close()
-            self._title, self._bar = title, Bar(title, "gate.running", "tokens", self._console)
-        self._bar.update(done, total)
-        if done >= total:
-            self._bar.close()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
 async def _gate(plan: Plan, target: Path | None, console: Console) -> Outcome:
     def start(arm: Arm) -> AbstractAsyncContextManager[str]:
         return server_process(serve_words(plan, arm))
 
-    bars = _Bars(console)
+    bars = Bars("gate.running", console)
     runs = Runs(plan, start, bars)
     try:
         pairs = await runs.all()
@@ -137,10 +95,10 @@ def _print(found: Outcome, plan: Plan, console: Console) -> None:
 
 def run(invocation: Invocation) -> int:
     """Returns 0 when every pair passes, else 1. Raises BadSetting, ServerFailed."""
-    plan, target = _plan(invocation), _target(invocation)
+    plan, target = _plan(invocation), json_target(invocation.options)
     logs.configure(invocation.settings.server.log_format)
     found = uvloop.run(_gate(plan, target, Console(file=sys.stderr)))
-    _print(found, plan, Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False))
+    _print(found, plan, results())
     return 0 if found.passes else 1
 
 

@@ -1,0 +1,241 @@
+"""One arm of a comparison: a fresh engine in this process, one greedy generation, and what was seen of it.
+
+The generation has a few tokens that warm up, then the measured ones, then those that the probe watches: all of them are compared, only the
+measured ones are timed. Judges nothing.
+
+1. Arms of one comparison differ in the settings that the caller changes and in nothing else: same ids, same history, same lengths.
+2. A step's time is between two tokens as a reader on the engine's loop gets them; one token a step.
+3. The engine is gone, and its device memory given back, when the arm is returned.
+"""
+
+import asyncio
+import gc
+import hashlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.bench.floor import StepBytes, step_bytes
+from engine.bench.probe import Probe, Window
+from engine.chunk import Chunk
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import BadSetting, ForebayError
+from engine.generation import Generation
+from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
+from engine.sampling import Sampling
+from streams import CpuBackend
+from streams.device import DeviceBackend
+
+__all__ = ["Arm", "Load", "Watch", "device_of", "run_arm", "seeded_prompt", "watched_engine"]
+
+_SEED = 20_240_101
+_IDS = 1_000  # ids below this are in every real vocabulary; a smaller one gives all it has
+_REDRAW_S, _REDRAW_TOKENS = 0.2, 32  # a bar that is drawn at every token would be measured too
+_SETTLE = 3  # steps
+
+Watch = Callable[[str, int, int], None]  # (what, done, in all)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What every arm runs. Counts of tokens; the first `warmup_tokens` of the answer are not timed. Raises BadSetting naming the flag."""
+
+    model: Path
+    history: SyntheticHistory | None = None
+    prompt_tokens: int = 64
+    warmup_tokens: int = 16
+    new_tokens: int = 256
+    probe_tokens: int = 64  # behind the measured ones, watched; 0: none, and nothing observes the streams
+
+    def __post_init__(self) -> None:
+        at_least = {"prompt_tokens": 1, "warmup_tokens": 2, "new_tokens": 2, "probe_tokens": 0}
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise BadSetting(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        if 0 < self.probe_tokens <= _SETTLE:
+            raise BadSetting(f"--probe-tokens must be 0 or more than {_SETTLE}, not {self.probe_tokens}")
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the whole answer."""
+        return self.warmup_tokens + self.new_tokens + self.probe_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What one engine did. Bytes of the ledger are of the whole engine while the session was open."""
+
+    placement: str
+    token_ids: tuple[int, ...]  # of every answer, in order
+    context_rows: int  # in front of the first measured token
+    first_token_s: float  # from the request to its first token
+    steps_s: tuple[float, ...]  # one a measured token
+    loop_cpu_s: float  # processor time of the loop's thread over the measured tokens, asking for events included
+    hits: int
+    misses: int
+    ring_reads: int
+    device_bytes: int
+    transient_bytes: int | None  # device memory beyond long-lived buffers while the prompt was read; None without a device
+    floor: StepBytes
+    window: Window | None
+
+    @property
+    def sha256(self) -> str:
+        """Of all ids."""
+        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Measured tokens over the time from the one before them to the last of them."""
+        return len(self.steps_s) / sum(self.steps_s)
+
+    @property
+    def miss_rate(self) -> float | None:
+        """Misses a selected row that was in the mirror; None where nothing was read through a hot cache."""
+        reads = self.hits + self.misses
+        return self.misses / reads if reads else None
+
+
+@dataclass(slots=True)
+class _Taken:
+    """Tokens as they came."""
+
+    ids: list[int] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def take(self, chunk: Chunk) -> None:
+        """The tokens of a chunk that came now."""
+        for token in chunk.token_ids:
+            self.ids.append(token)
+            self.at_s.append(time.perf_counter())
+            self.cpu_s.append(time.thread_time())
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Where an engine of these settings runs."""
+    on_device = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if on_device else "cpu")
+
+
+def seeded_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
+    """Ids that are the same every time."""
+    return tuple(random.Random(_SEED).choices(range(min(_IDS, vocabulary)), k=tokens))
+
+
+@asynccontextmanager
+async def watched_engine(load: Load, config: EngineConfig, progress: Progress) -> AsyncIterator[tuple[Engine, Probe | None]]:
+    """An engine for the length of the block, on streams that a probe observes unless the load has no probe tokens."""
+    device = device_of(config)
+    probe, backend = None, None
+    if load.probe_tokens:
+        probe = Probe(counts_rounds=device.type != "cpu")
+        backend = DeviceBackend(device, probe) if device.type != "cpu" else CpuBackend(probe)
+    try:
+        async with Engine.open(load.model, config, progress=progress, backend=backend) as engine:
+            yield engine, probe
+    finally:
+        if backend is not None:
+            await backend.close()
+        gc.collect()
+        if device.type != "cpu":
+            torch.cuda.empty_cache()
+
+
+async def run_arm(load: Load, config: EngineConfig, watch: Watch) -> Arm:
+    """One generation. Raises ForebayError, as opening an engine and generating do."""
+    placement = config.placement
+    async with watched_engine(load, config, lambda done, total: watch(f"{placement}: loading", done, total)) as (engine, probe):
+        prompt = seeded_prompt(engine._stage.model.config.vocabulary, load.prompt_tokens)
+        return await measure(engine, load, prompt, probe, watch)
+
+
+async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | None, watch: Watch, session: SessionId | None = None) -> Arm:
+    """One generation of an open engine. `session`: continue it; the load's history is for a session of its own."""
+    sampling = Sampling(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
+    stage, placement = engine._stage, engine.config.placement
+    first, last = load.warmup_tokens - 1, load.warmup_tokens + load.new_tokens - 1
+    memory = _Memory(engine)
+    taken, window = _Taken(), None
+    before = after = engine.statistics()
+    asked_s = time.perf_counter()
+    async with engine.generate(prompt, sampling, session=session, history=load.history if session is None else None) as generation:
+        chunk = await _first_chunk(generation, lambda done, total: watch(f"{placement}: reading", done, total))
+        memory.prompt_was_read()
+        while True:
+            taken.take(chunk)
+            # Asking for counts waits for the device: some steps before the first that is timed, and before the probe begins.
+            if len(taken.ids) == max(1, first - _SETTLE):
+                before = engine.statistics()
+            elif len(taken.ids) == last + 1:
+                after = engine.statistics()
+            elif len(taken.ids) == last + 1 + _SETTLE and probe is not None:
+                probe.begin()
+            if len(taken.ids) % _REDRAW_TOKENS == 0 or chunk.finish_reason is not None:
+                watch(f"{placement}: decoding", len(taken.ids), load.answer_tokens)
+            if chunk.finish_reason is not None:
+                break
+            chunk = await anext(generation)
+    if probe is not None:
+        window = probe.end()
+    if len(taken.ids) != load.answer_tokens:
+        raise ForebayError(f"{load.answer_tokens} tokens were asked for and {len(taken.ids)} came")
+    rows = chunk.usage.prompt_tokens + first
+    return Arm(
+        placement=placement, token_ids=tuple(taken.ids), context_rows=rows, first_token_s=taken.at_s[0] - asked_s,
+        steps_s=tuple(taken.at_s[place] - taken.at_s[place - 1] for place in range(first + 1, last + 1)),
+        loop_cpu_s=taken.cpu_s[last] - taken.cpu_s[first],
+        hits=after.hits - before.hits, misses=after.misses - before.misses, ring_reads=after.ring_reads - before.ring_reads,
+        device_bytes=memory.long_lived_bytes, transient_bytes=memory.transient_bytes,
+        floor=step_bytes(stage.model, stage.layout, length=rows + load.new_tokens / 2), window=window,
+    )  # fmt: skip
+
+
+async def _first_chunk(generation: Generation, watch: Progress) -> Chunk:
+    """The first chunk; until it comes, tells how far the prompt is."""
+
+    async def draw() -> None:
+        while True:
+            watch(generation.progress.rows_done, generation.progress.rows_total)
+            await asyncio.sleep(_REDRAW_S)
+
+    outcome: Chunk | ForebayError
+    async with asyncio.TaskGroup() as group:
+        drawing = group.create_task(draw())
+        try:
+            outcome = await anext(generation)
+        except ForebayError as error:  # kept out of the group, which would wrap it
+            outcome = error
+        finally:
+            drawing.cancel()
+    if isinstance(outcome, ForebayError):
+        raise outcome
+    return outcome
+
+
+class _Memory:
+    """Device memory that reading a prompt takes beyond the buffers that stay."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._device = engine._stage.pool.device
+        self._held = engine.statistics().device_bytes
+        self.long_lived_bytes = self._held
+        self.transient_bytes: int | None = None
+        if self._device.type != "cpu":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._allocated = torch.cuda.memory_allocated(self._device)
+
+    def prompt_was_read(self) -> None:
+        """The first token is there: its session holds what it will hold."""
+        self.long_lived_bytes = self._engine.statistics().device_bytes
+        if self._device.type != "cpu":
+            peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
+            self.transient_bytes = max(0, peak - (self.long_lived_bytes - self._held))

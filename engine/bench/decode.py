@@ -1,0 +1,192 @@
+"""Decode steps in one placement and the other: equal outputs first, then times against the floor and against each other.
+
+Runs arms in the order given and says what they show; prints nothing and writes nothing.
+
+1. Arms whose outputs differ have no speed: neither the table nor the JSON shows one.
+2. The floor is of the arm's own steps, at their mean history; a ratio of 1 cannot be beaten.
+3. On a CPU times of a shared machine mean little: only ratios are shown.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from engine.bench.arm import Arm, Load, Watch, device_of, run_arm
+from engine.bench.floor import copy_bandwidth
+from engine.config import EngineConfig
+from engine.errors import BadSetting
+
+__all__ = ["Comparison", "DecodePlan", "added_us", "arm_fields", "as_json", "compare", "first_difference", "table"]
+
+_PLACEMENTS = ("resident", "offload")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """What to run. `placements` in the order of the arms; one may come more than once. Raises BadSetting."""
+
+    load: Load
+    engine: EngineConfig  # its placement is set by each arm
+    placements: tuple[str, ...] = _PLACEMENTS
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.placements if name not in _PLACEMENTS]
+        if unknown or not self.placements:
+            named = repr(unknown[0]) if unknown else "nothing"
+            raise BadSetting(f"--placements must be a list of {' and '.join(_PLACEMENTS)} with commas between, not {named}")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All arms. `bandwidth`: bytes a second of a copy in the device, read plus written."""
+
+    arms: tuple[Arm, ...]
+    bandwidth: float
+    device: torch.device
+
+    @property
+    def equal(self) -> bool:
+        """Whether all arms gave the same tokens."""
+        return len({arm.token_ids for arm in self.arms}) == 1
+
+    @property
+    def absolute(self) -> bool:
+        """Whether times mean anything by themselves."""
+        return self.device.type != "cpu"
+
+    def floor_s(self, arm: Arm) -> float:
+        """Seconds that reading a step's bytes takes at the measured bandwidth."""
+        return arm.floor.total / self.bandwidth
+
+    def over_floor(self, arm: Arm) -> float:
+        """A mean step over its floor."""
+        return statistics.fmean(arm.steps_s) / self.floor_s(arm)
+
+    def over_resident(self, arm: Arm) -> float | None:
+        """The arm's mean step over the mean of all resident ones; None without any."""
+        steps = [step for one in self.arms if one.placement == "resident" for step in one.steps_s]
+        return statistics.fmean(arm.steps_s) / statistics.fmean(steps) if steps else None
+
+
+async def compare(plan: DecodePlan, watch: Watch) -> Comparison:
+    """Run the arms, one after another. Raises ForebayError."""
+    arms = [await run_arm(plan.load, dataclasses.replace(plan.engine, placement=name), watch) for name in plan.placements]  # type: ignore[arg-type]  # checked by the plan
+    device = device_of(plan.engine)
+    return Comparison(tuple(arms), copy_bandwidth(device), device)
+
+
+def first_difference(arms: Sequence[Arm]) -> str:
+    """Where the first arm that differs from the first one does so, in words; "" if none does."""
+    for arm in arms[1:]:
+        for place, (one, other) in enumerate(zip(arms[0].token_ids, arm.token_ids, strict=False)):
+            if one != other:
+                return f"token {place} is {one} with {arms[0].placement} and {other} with {arm.placement}"
+        if len(arm.token_ids) != len(arms[0].token_ids):
+            return f"{arms[0].placement} gave {len(arms[0].token_ids)} tokens and {arm.placement} {len(arm.token_ids)}"
+    return ""
+
+
+def added_us(arms: Sequence[Arm]) -> float | None:
+    """Microseconds a mean step of the offload arms takes longer than one of the resident arms; None without both."""
+    steps = {name: [step for arm in arms if arm.placement == name for step in arm.steps_s] for name in _PLACEMENTS}
+    if not all(steps.values()):
+        return None
+    return 1e6 * (statistics.fmean(steps["offload"]) - statistics.fmean(steps["resident"]))
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that at least `percent` of them do not exceed."""
+    return sorted(values)[-(-len(values) * percent // 100) - 1]
+
+
+def arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
+    """An arm as JSON values, without its speed unless all outputs are equal; without absolute times on a CPU."""
+    fields: dict[str, Any] = {
+        "placement": arm.placement, "sha256": arm.sha256, "tokens": len(arm.token_ids), "context_rows": arm.context_rows,
+        "hits": arm.hits, "misses": arm.misses, "ring_reads": arm.ring_reads, "miss_rate": arm.miss_rate,
+        "device_bytes": arm.device_bytes, "transient_bytes": arm.transient_bytes, "floor_bytes": dataclasses.asdict(arm.floor),
+    }  # fmt: skip
+    if not found.equal:
+        return fields
+    fields |= {"step_over_floor": found.over_floor(arm), "step_over_resident": found.over_resident(arm)}
+    fields["idle_share"] = None if arm.window is None else arm.window.idle_share
+    if found.absolute:
+        micro = [1e6 * step for step in arm.steps_s]
+        fields |= {
+            "tokens_per_second": arm.tokens_per_second, "first_token_s": arm.first_token_s, "floor_us": 1e6 * found.floor_s(arm),
+            "step_us": {"mean": statistics.fmean(micro), "p50": _percentile(micro, 50), "p90": _percentile(micro, 90), "max": max(micro)},
+            "loop_thread_us": 1e6 * arm.loop_cpu_s / len(arm.steps_s), "loop_work_us": _loop_work_us(arm),
+        }  # fmt: skip
+    return fields
+
+
+def _loop_work_us(arm: Arm) -> float | None:
+    """What the loop itself did a step; None where it was not watched. The probe saw as many steps as its window holds."""
+    if arm.window is None or not arm.window.rounds:
+        return None
+    steps = arm.window.window_ns / 1e9 / statistics.fmean(arm.steps_s)
+    return arm.window.loop_work_ns / 1e3 / steps
+
+
+def as_json(plan: DecodePlan, found: Comparison, date: str, machine: dict[str, Any]) -> dict[str, Any]:
+    """Everything. Bytes a second for the bandwidth, only from a device."""
+    shown = found.equal and found.absolute
+    return {
+        "version": _VERSION, "kind": "decode", "date": date, "outputs_equal": found.equal,
+        "first_difference": first_difference(found.arms) or None,
+        "arms": [arm_fields(found, arm) for arm in found.arms],
+        "added_us_a_step": added_us(found.arms) if shown else None,
+        "copy_bytes_per_second": found.bandwidth if shown else None,
+        "plan": plan_fields(plan), "machine": machine,
+    }  # fmt: skip
+
+
+def plan_fields(plan: DecodePlan) -> dict[str, Any]:
+    """What was asked for; a model by its name alone."""
+    fields = dataclasses.asdict(plan)
+    fields["load"]["model"] = plan.load.model.name
+    return fields
+
+
+def table(found: Comparison) -> Table:
+    """A row an arm; nothing of speed when outputs differ."""
+    drawn = Table(title="decode steps, one session", title_justify="left")
+    titles = ["arm", "rows", "misses", "output"]
+    if found.equal:
+        titles += ["step us p50", "p90", "mean", "tok/s", "floor us"] if found.absolute else []
+        titles += ["step/floor", "step/resident", "device idle"]
+        titles += ["loop us"] if found.absolute else []
+    for title in titles:
+        drawn.add_column(title, justify="left" if title in ("arm", "output") else "right", overflow="fold")
+    for arm in found.arms:
+        same = arm.token_ids == found.arms[0].token_ids
+        output = Text(arm.sha256[:12]) if same else Text(f"{arm.sha256[:12]} DIFFERS", style="bold red")
+        cells = [Text(arm.placement), Text(f"{arm.context_rows:,}"), Text(_share(arm.miss_rate)), output]
+        drawn.add_row(*cells, *(map(Text, _speed_cells(found, arm)) if found.equal else ()))
+    return drawn
+
+
+def _speed_cells(found: Comparison, arm: Arm) -> list[str]:
+    cells: list[str] = []
+    fields = arm_fields(found, arm)
+    if found.absolute:
+        times = fields["step_us"]
+        cells += [f"{times['p50']:.1f}", f"{times['p90']:.1f}", f"{times['mean']:.1f}"]
+        cells += [f"{fields['tokens_per_second']:.2f}", f"{fields['floor_us']:.1f}"]
+    resident = fields["step_over_resident"]
+    cells += [f"{fields['step_over_floor']:.3f}", "-" if resident is None else f"{resident:.4f}", _share(fields["idle_share"])]
+    if found.absolute:
+        work = fields["loop_work_us"]
+        cells.append("-" if work is None else f"{work:.0f}")
+    return cells
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

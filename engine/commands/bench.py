@@ -1,0 +1,34 @@
+"""`forebay bench`: what parts and the whole of the engine take on this machine. A subcommand each; they are listed in `ACTIONS`.
+
+A subcommand lives in a module of its own, `bench_<name>.py`, with one `COMMAND`: what it measures lies in `engine/bench/`, imported when it
+runs, because torch takes seconds to import and --help needs none of it.
+"""
+
+import argparse
+
+from engine import logs
+from engine.commands import bench_decode
+from engine.commands.command import Command, Invocation
+
+__all__ = ["ACTIONS", "COMMAND"]
+
+ACTIONS: tuple[Command, ...] = (bench_decode.COMMAND,)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """One subcommand each for what can be measured."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action in ACTIONS:
+        one = actions.add_parser(action.name, help=action.summary, description=action.summary, allow_abbrev=False)
+        one.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of settings")
+        action.configure(one)
+
+
+def run(invocation: Invocation) -> int:
+    """Returns the subcommand's exit code. Raises ForebayError."""
+    logs.configure(invocation.settings.server.log_format)
+    chosen = next(action for action in ACTIONS if action.name == invocation.options["action"])
+    return chosen.run(invocation)
+
+
+COMMAND = Command("bench", "measure decoding, appends, the host, and single kernels", configure, run)

@@ -1,0 +1,107 @@
+"""`forebay bench decode`: decode steps in both placements, in this process.
+
+The table goes to standard output, all else to standard error. Exit code: 0 all outputs equal, 1 they differ, 2 a bad command line.
+"""
+
+import argparse
+import asyncio
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from engine.commands.command import Command, Invocation
+from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results
+from engine.gate import parse_history, write_json
+from engine.gate.machine import machine
+from engine.settings import SETTINGS, add_flags
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from engine.bench.arm import Load
+    from engine.bench.decode import Comparison, DecodePlan
+
+__all__ = ["COMMAND", "add_load", "load_of", "now"]
+
+_COUNTS = ("prompt_tokens", "warmup_tokens", "new_tokens", "probe_tokens")
+
+
+def add_load(parser: argparse.ArgumentParser) -> None:
+    """The model and what is generated; the engine's settings but its placement."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
+    parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
+    parser.add_argument("--prompt-tokens", dest="prompt_tokens", metavar="N", help="seeded ids that are really read (64)")
+    parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="first tokens of the answer, not timed (16)")
+    parser.add_argument("--new-tokens", dest="new_tokens", metavar="N", help="timed tokens behind them (256)")
+    parser.add_argument("--probe-tokens", dest="probe_tokens", metavar="N", help="watched tokens behind those (64); 0: nothing is watched")
+    add_json(parser)
+    add_flags(parser, engine_flags("placement"))
+    add_flags(parser, ("demo", "log_format"))
+
+
+def load_of(invocation: Invocation) -> "Load":
+    """The flags of `add_load`. Raises BadSetting."""
+    options = invocation.options
+    given: dict[str, Any] = {name: count for name in _COUNTS if (count := count_of(options, name)) is not None}
+    if options.get("history") is not None:
+        given["history"] = parse_history(str(options["history"]))
+    model = invocation.settings.model_directory()
+    from engine.bench.arm import Load
+
+    return Load(model=model, **given)
+
+
+def now() -> str:
+    """When something was measured, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """What to run, and in which order."""
+    add_load(parser)
+    parser.add_argument(
+        "--placements", metavar="LIST", default="resident,offload", help="arms in order; one may come twice (resident,offload)"
+    )
+
+
+async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
+    from engine.bench.decode import as_json, compare
+
+    bars = Bars("bench.running", Console(file=sys.stderr))
+    try:
+        found = await compare(plan, bars)
+    finally:
+        bars.close()
+    if target is not None:
+        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
+        write_json(target, as_json(plan, found, now(), facts))
+    return found
+
+
+def run(invocation: Invocation) -> int:
+    """Returns 0 when all outputs are equal, else 1. Raises ForebayError."""
+    target, load = json_target(invocation.options), load_of(invocation)
+    from engine.bench.decode import DecodePlan, added_us, first_difference, table
+
+    placements = tuple(name.strip() for name in str(invocation.options["placements"]).split(",") if name.strip())
+    found = uvloop.run(_measure(DecodePlan(load, invocation.settings.engine, placements), target))
+    console = results()
+    console.print(table(found))
+    if not found.equal:
+        console.print(Text(f"OUTPUTS DIFFER, so nothing is said of speed: {first_difference(found.arms)}", style="bold red"))
+        return 1
+    added = added_us(found.arms)
+    said = ["all outputs equal"]
+    if found.absolute:
+        said.append(f"copy bandwidth {found.bandwidth / 1e12:.2f} TB/s")
+        said += [] if added is None else [f"offload adds {added:+.1f} us a step"]
+    else:
+        said.append("ratios only: absolute times need a device")
+    console.print(Text("; ".join(said)))
+    return 0
+
+
+COMMAND = Command("decode", "decode steps, resident and offload, against the bytes they must read", configure, run)

@@ -1,0 +1,76 @@
+"""What commands that measure share: counts as flags, where the JSON goes, bars, and how a table is printed."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.commands.display import Bar
+from engine.errors import BadSetting
+from engine.settings import SETTINGS, parse_integer
+
+__all__ = ["Bars", "add_json", "count_of", "engine_flags", "json_target", "results"]
+
+_PLAIN_WIDTH = 160  # where there is no terminal to ask
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json FILE`."""
+    parser.add_argument("--json", dest="json", metavar="FILE", help="write everything there")
+
+
+def engine_flags(*without: str) -> Iterable[str]:
+    """Names of the engine's settings, some left out; what is measured is never on tape."""
+    return (name for name, setting in SETTINGS.items() if setting.place == "engine" and name not in ("tape", *without))
+
+
+def count_of(options: Mapping[str, object], name: str) -> int | None:
+    """An option as a number; None where it was not given. Raises BadSetting naming the flag."""
+    text = options.get(name)
+    try:
+        return None if text is None else parse_integer(str(text))
+    except ValueError as error:
+        raise BadSetting(f"--{name.replace('_', '-')} must be {error}, not {text!r}") from None
+
+
+def json_target(options: Mapping[str, object]) -> Path | None:
+    """Where the JSON goes; refused before hours of measuring, not after."""
+    name = options.get("json")
+    if name is None:
+        return None
+    path = Path(str(name))
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadSetting(f"--json: cannot write {path}")
+    return path
+
+
+def results() -> Console:
+    """Standard output, wide where nobody looks."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+
+
+class Bars:
+    """One bar after another, by title; the event is what it is called in a log."""
+
+    def __init__(self, event: str, console: Console) -> None:
+        self._event = event
+        self._console = console
+        self._title = ""
+        self._bar: Bar | None = None
+
+    def __call__(self, title: str, done: int, total: int) -> None:
+        """`done` of `total` tokens of what the title says."""
+        if title != self._title or self._bar is None:
+            self.close()
+            self._title, self._bar = title, Bar(title, self._event, "tokens", self._console)
+        self._bar.update(done, total)
+        if 0 < total <= done:
+            self._bar.close()
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.close()
