@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
-    "BLOCK_ROWS", "GROUP_FIELDS", "HIDDEN_ROWS", "PAGE_KEYS", "RING_BLOCKS", "STATE_FIELDS",
+    "BLOCK_ROWS", "DRAFTS_MAX", "GROUP_FIELDS", "HIDDEN_ROWS", "PAGE_KEYS", "RING_BLOCKS", "STATE_FIELDS",
     "BlockLayout", "GroupField", "KeyLayout", "RowLayout", "StateField", "TableField", "TableLayout",
 ]  # fmt: skip
 
@@ -132,9 +132,12 @@ class StateField:
     MISSES = 5  # leaders and duplicates
     RING_READS = 6
     BAD_LAYER = 7  # first global layer whose output was not finite, else -1
+    DRAFT_COUNT = 8  # drafts that the next step may judge
+    DRAFTS = 9  # first of DRAFTS_MAX tokens guessed for positions LOGICAL + 1 on
 
 
-STATE_FIELDS = 8
+DRAFTS_MAX = 7
+STATE_FIELDS = StateField.DRAFTS + DRAFTS_MAX
 
 
 class TableField:

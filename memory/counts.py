@@ -30,7 +30,7 @@ class RowCounts:
     __slots__ = ("committed", "epoch", "logical", "mirrored", "submitted")
 
     def __init__(self) -> None:
-        self.logical = 0  # rows the session has
+        self.logical = 0  # rows the session has; with drafts in flight, the most it can have
         self.committed = 0  # rows whose step the host has followed
         self.submitted = 0  # rows in some copyback batch
         self.mirrored = 0  # rows proved to be in RAM
@@ -46,6 +46,15 @@ class RowCounts:
         """The host has followed the step of the next `rows` rows."""
         assert rows >= 0, f"commit of {rows} rows"
         self.committed += rows
+        self.check_integrity()
+
+    def retract(self, rows: int) -> None:
+        """The host has followed a step of which `rows` rows do not count: refused drafts, or a step that never ran.
+
+        They were at the end of their step; a later step in flight has begun that much earlier, so its rows count on from there.
+        """
+        assert 0 <= rows <= self.logical - self.committed, f"retract {rows} of {self.logical - self.committed} rows"
+        self.logical -= rows
         self.check_integrity()
 
     def submit(self, rows: int) -> None:

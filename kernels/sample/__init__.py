@@ -2,7 +2,8 @@
 
 Sampling is a pure function of (logits, parameters, counts, seed, position): the same row gives the same token in any batch, with and
 without drafts, and again after a restart. The choice is the largest of log p + Gumbel noise, which draws exactly from p, needs no sum over
-the vocabulary, and lets a verifier sample every drafted row by itself and accept while the draft equals the sample.
+the vocabulary, and lets a verifier sample every drafted row by itself and accept while the draft equals the sample. A row that comes after
+drafts counts them as generated (`before`): it is only ever used when they were accepted, so all rows are sampled at once.
 
 Parts: `noise.py` (Philox-4x32-10 and what is made of its words), `reference.py` (the definition), `kernel.py` (the same on a device).
 
@@ -18,7 +19,10 @@ from kernels.sample import reference
 __all__ = ["count_token", "log_probabilities", "sample", "top_logprobs"]
 
 
-def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
+    before: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
     logits         [T, V]  f32    device  raw; read only
@@ -27,13 +31,16 @@ def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor,
     positions      [T]     int64  device  position that the token will have
     prompt_seen    [T]     int64  device  address of uint8 [V], nonzero for tokens of the prompt; 0: no repetition penalty
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
+    before         [T, B]  int64  device  tokens generated besides, not counted yet: the drafts that a row comes after; -1: none
     returns        [T]     int64  device  token ids
     """
     if on_cpu("sample", logits):
-        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts)
+        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before)
     from kernels.sample import kernel
 
-    return kernel.sample(logits if logits.stride(1) == 1 else logits.contiguous(), parameters, seeds, positions, prompt_seen, output_counts)
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    return kernel.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before)
 
 
 def count_token(output_counts: Tensor, tokens: Tensor) -> None:

@@ -31,8 +31,8 @@ SEEN = tl.constexpr(tl.pointer_type(tl.uint8))
 
 
 @triton.jit
-def _penalise(logits, stride, parameters, prompt_seen, output_counts, values, tops, VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr,
-              CHUNK: tl.constexpr):  # fmt: skip
+def _penalise(logits, stride, parameters, prompt_seen, output_counts, before, values, tops, BEFORE: tl.constexpr,
+              VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """Penalised logits, and each chunk's largest: NaN where any is."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -42,6 +42,8 @@ def _penalise(logits, stride, parameters, prompt_seen, output_counts, values, to
     seen, counts = tl.load(prompt_seen + row), tl.load(output_counts + row)
     if (seen != 0) | (counts != 0):
         times = tl.load(counts.to(COUNTS) + token, mask=inside & (counts != 0), other=0)
+        for number in range(BEFORE):
+            times += ((token == tl.load(before + row * BEFORE + number)) & (counts != 0)).to(tl.int32)
         met = (times > 0) | (tl.load(seen.to(SEEN) + token, mask=inside & (seen != 0), other=0) > 0)
         repetition = tl.load(parameters + row * COLUMNS + REPETITION) + tl.zeros([CHUNK], tl.float32)
         value = tl.where(met, tl.where(value > 0, tl.div_rn(value, repetition), value * repetition), value)
@@ -227,7 +229,10 @@ def _count_token(output_counts, tokens):
         tl.store(at, tl.load(at) + 1)
 
 
-def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
+    before: Tensor | None,
+) -> Tensor:  # fmt: skip
     """See the reference; values of a row of `logits` lie side by side."""
     rows, vocabulary = logits.shape
     device = logits.device
@@ -243,8 +248,10 @@ def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor,
     tallies, tokens = torch.empty((2, rows, chunks), dtype=torch.int32, device=device)
     ranges = torch.zeros((3, rows), dtype=torch.int64, device=device)  # first, last and limit of top-k
     # Contraction into fused multiply-adds would round penalties once instead of twice.
+    uncounted = 0 if before is None else before.shape[1]
     _penalise[grid](
-        logits, logits.stride(0), parameters, prompt_seen, output_counts, values, tops, **shapes, enable_fp_fusion=False
+        logits, logits.stride(0), parameters, prompt_seen, output_counts, seeds if before is None else before.contiguous(), values, tops,
+        BEFORE=uncounted, **shapes, enable_fp_fusion=False,
     )  # fmt: skip
     _scale[grid](parameters, values, tops, ranges[1], ranges[2], **blocks)
     states, counts = find_cuts(values, ranges[0], ranges[1], 0, ranges[2])
@@ -287,8 +294,8 @@ _VOCABULARY = {"VOCABULARY": 154880, "CHUNKS": 38, "CHUNK": CHUNK, "num_warps": 
 _ROWS = _VOCABULARY | {"parameters": "*fp32", "values": "*fp32", "CHUNKS_BLOCK": 64}
 _CUTS = _ROWS | {"states": "*i32", "counts": "*i32", "prefixes": "*i32", "wanteds": "*fp64", "masses": "*fp64"}
 COMPILE = [
-    (_penalise, _VOCABULARY | {"logits": "*fp32", "stride": 154880, "parameters": "*fp32", "prompt_seen": "*i64", "output_counts": "*i64",
-                               "values": "*fp32", "tops": "*fp32"}),
+    *((_penalise, _VOCABULARY | {"logits": "*fp32", "stride": 154880, "parameters": "*fp32", "prompt_seen": "*i64", "before": "*i64",
+                                 "output_counts": "*i64", "values": "*fp32", "tops": "*fp32", "BEFORE": count}) for count in (0, 7)),
     (_scale, _ROWS | {"tops": "*fp32", "ends": "*i64", "limits": "*i64"}),
     (_mass, _CUTS | {"PASS": 0}),
     (_mass, _CUTS | {"PASS": 3}),

@@ -18,7 +18,10 @@ from kernels.sample.noise import gumbel
 __all__ = ["count_token", "log_probabilities", "sample", "top_logprobs"]
 
 
-def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor) -> Tensor:
+def sample(
+    logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
+    before: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
     logits         [T, V]  f32    device  raw; read only
@@ -27,17 +30,20 @@ def sample(logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor,
     positions      [T]     int64  device  position that the token will have
     prompt_seen    [T]     int64  device  address of uint8 [V], nonzero for tokens of the prompt; 0: no repetition penalty
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
+    before         [T, B]  int64  device  tokens generated besides, not counted yet; -1: none
     returns        [T]     int64  device  token ids
     """
+    uncounted = [[]] * logits.shape[0] if before is None else before.tolist()
     rows = zip(
-        logits.unbind(0), parameters.tolist(), seeds.tolist(), positions.tolist(), prompt_seen.tolist(), output_counts.tolist(), strict=True
-    )
+        logits.unbind(0), parameters.tolist(), seeds.tolist(), positions.tolist(), prompt_seen.tolist(), output_counts.tolist(),
+        uncounted, strict=True,
+    )  # fmt: skip
     return torch.tensor([_choose(*row) for row in rows], dtype=torch.int64, device=logits.device)
 
 
-def _choose(logits: Tensor, parameters: list[float], seed: int, position: int, seen: int, counts: int) -> int:
+def _choose(logits: Tensor, parameters: list[float], seed: int, position: int, seen: int, counts: int, before: list[int]) -> int:
     temperature, top_p, top_k, min_p, repetition, presence, frequency, _ = parameters
-    logits = _penalised(logits, repetition, presence, frequency, seen, counts)
+    logits = _penalised(logits, repetition, presence, frequency, seen, counts, before)
     top = logits.max()  # NaN if any is
     if not bool(torch.isfinite(top)):
         return 0
@@ -57,11 +63,18 @@ def _choose(logits: Tensor, parameters: list[float], seed: int, position: int, s
     return int(token_ids[scores == scores.max()].min())
 
 
-def _penalised(logits: Tensor, repetition: float, presence: float, frequency: float, seen: int, counts: int) -> Tensor:
+def _penalised(
+    logits: Tensor, repetition: float, presence: float, frequency: float, seen: int, counts: int, before: list[int]
+) -> Tensor:  # fmt: skip
     if seen == 0 and counts == 0:
         return logits
     vocabulary = logits.shape[0]
     times = tensor_at(counts, (vocabulary,), torch.int32) if counts else torch.zeros(vocabulary, dtype=torch.int32)
+    if counts and any(token >= 0 for token in before):
+        times = times.clone()
+        for token in before:
+            if token >= 0:
+                times[token] += 1
     if repetition != 1.0:
         met = times > 0
         if seen:

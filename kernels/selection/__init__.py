@@ -20,11 +20,11 @@ def select_places(
     """Select each row's top-k positions among its session's keys `first..position`.
 
     table         [places, fields]  int64    device
-    place_of      [T]               int32    device  rows of one place in any order; padding rows name a free place (on a device also -1)
+    place_of      [T]               int32    device  rows of one place in any order; padding rows name a free place or -1
     positions     [T]               int64    device
     query         [T, I, Di]        float    device
     head_weights  [T, I]            float32  device  unscaled
-    out           [T, k]            int32    device  written in full; ascending, -1 tail; all -1 for free places
+    out           [T, k]            int32    device  written in full; ascending, -1 tail; all -1 for padding rows
     scores        [>= T, columns]   float32  device  scratch, needed on a device: its columns, at least every position + 1, bound the launch
     """
     if on_cpu("select_places", table):

@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels.address import tensor_at
 from kernels.index_score import index_scores
 from kernels.layout import PAGE_KEYS, KeyLayout, TableField
+from kernels.place import live_rows
 from kernels.select import select
 
 __all__ = ["select_places"]
@@ -22,11 +23,11 @@ def select_places(
     positions     [T]               int64  device
     query         [T, I, Di]        f32    device
     head_weights  [T, I]            f32    device  unscaled
-    out           [T, k]            int32  device  written in full; ascending, -1 tail; all -1 for free places
+    out           [T, k]            int32  device  written in full; ascending, -1 tail; all -1 for padding rows
     """
     rows = query.shape[0]
-    live = [int(table[place, TableField.ROWS]) > 0 for place in place_of.tolist()]
-    last = torch.where(torch.tensor(live), positions + 1, torch.zeros_like(positions))
+    _, live = live_rows(table, place_of)
+    last = torch.where(live, positions + 1, torch.zeros_like(positions))
     keys_max = max(int(last.max()), 1)
     pages_max = -(-keys_max // PAGE_KEYS)
     scores = torch.empty((rows, pages_max * PAGE_KEYS), dtype=torch.float32)

@@ -50,7 +50,7 @@ def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor)
     """
     out.zero_()
     for row, (place, position) in enumerate(zip(place_of.tolist(), positions.tolist(), strict=True)):
-        if position > 0 and int(table[place, TableField.ROWS]) > 0:
+        if position > 0 and place >= 0 and int(table[place, TableField.ROWS]) > 0:
             kept = tensor_at(int(table[place, TableField.HIDDEN]), (HIDDEN_ROWS, out.shape[1]), torch.float32)
             out[row] = kept[(position - 1) % HIDDEN_ROWS]
 
@@ -61,7 +61,7 @@ def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Ten
     hidden  [T, hidden]  f32  device
     """
     for row, (place, position) in enumerate(zip(place_of.tolist(), positions.tolist(), strict=True)):
-        if int(table[place, TableField.ROWS]) > 0:
+        if place >= 0 and int(table[place, TableField.ROWS]) > 0:
             kept = tensor_at(int(table[place, TableField.HIDDEN]), (HIDDEN_ROWS, hidden.shape[1]), torch.float32)
             kept[position % HIDDEN_ROWS] = hidden[row]
 

@@ -72,6 +72,17 @@ def test_truncation_keeps_the_chain(rows: int, after: CountsSnapshot) -> None:
     assert counts.snapshot() == after
 
 
+def test_refused_rows_are_taken_back() -> None:
+    """Only rows that are not committed can be taken back, and nothing but the logical count moves."""
+    counts = counted(200, 190, 128, 128)
+    counts.retract(7)
+    assert counts.snapshot() == CountsSnapshot(193, 190, 128, 128, 0)
+    with pytest.raises(AssertionError, match="retract 4 of 3 rows"):
+        counts.retract(4)
+    counts.retract(3)
+    assert counts.snapshot() == CountsSnapshot(190, 190, 128, 128, 0)
+
+
 def test_truncation_only_cuts() -> None:
     """Truncating to more rows than there are is a bug."""
     with pytest.raises(AssertionError, match="truncate 3 rows to 4"):
@@ -102,6 +113,16 @@ class CountsLife(RuleBasedStateMachine):
     @rule(part=st.floats(0, 1))
     def commit(self, part: float) -> None:
         self.counts.commit(int(part * (self.counts.logical - self.counts.committed)))
+
+    @precondition(lambda self: self.counts.logical > self.counts.committed)
+    @rule(part=st.floats(0, 1))
+    def retract(self, part: float) -> None:
+        """Drafts were refused: the rows of later steps moved down, so all that is not committed is of another writing."""
+        rows = int(part * (self.counts.logical - self.counts.committed))
+        self.counts.retract(rows)
+        kept = self.written[: self.counts.committed]
+        self.writings += 1
+        self.written = kept + [self.writings] * (self.counts.logical - len(kept))
 
     @precondition(lambda self: self.counts.submitted < self.counts.committed)
     @rule(part=st.floats(0, 1))

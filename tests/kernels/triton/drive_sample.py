@@ -60,6 +60,13 @@ def penalties_agree() -> None:
     rows = [[t, 0.9, 30.0, 0.0, 1.7, 0.4, -0.3, 0.0] for t in (0.0, 0.0, 0.0, 1.1)]
     addresses = torch.tensor([seen.data_ptr(), 0, seen.data_ptr(), seen.data_ptr()]), torch.tensor([0] + [counts.data_ptr()] * 3)
     compare("penalties", torch.randn(4, VOCABULARY), rows, *addresses)
+    before = torch.tensor([[5, 5, -1], [5, 5, 140], [-1, -1, -1], [0, 149, 0]])
+    logits = torch.randn(4, VOCABULARY)
+    logits[:, before[before >= 0]] += 3.0
+    asked = (torch.tensor(rows), torch.arange(4), torch.arange(4), *addresses, before)
+    got, wanted = sample(logits, *asked), reference.sample(logits, *asked)
+    interpreted.same("drafts before", got, wanted)
+    assert not torch.equal(wanted, reference.sample(logits, *asked[:-1])), "the drafts before a row change nothing here"
 
 
 def bad_rows_give_token_zero() -> None:

@@ -44,8 +44,7 @@ def compare(place_of: list[int], positions: list[int], first: int, k: int) -> No
     scores = torch.full((rows + 1, 2 * PAGE_KEYS), float("inf"))
     for group in {rows % 2, 1}:
         kernel.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[0], scores)
-        named = torch.where(asked[0] < 0, len(LENGTHS), asked[0])  # the reference knows free places only
-        reference.select_places(world.table, group, named, asked[1], query, weights, LAYOUT, first, told[1])
+        reference.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[1])
         interpreted.same(f"group {group} of {place_of}", told[0], told[1])
         assert bool(scores[rows:].isinf().all()), "scores were written past the rows"
 
