@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout
 from memory.copyback import Copyback
+from memory.staging import pinned
 from streams import Event, Stream
 
 __all__ = ["Addresses", "AppendChunk", "Destinations", "blocks_of", "pages_of"]
@@ -36,10 +37,12 @@ def pages_of(rows: int) -> int:
 
 
 class Destinations:
-    """Device tensors of a chunk's addresses, and the work that fills them."""
+    """Device tensors of a chunk's addresses, `targets` (blocks, rows, keys, pages), and the work that fills them."""
 
-    def __init__(self, layout: BlockLayout, first: int, rows: int, block_addresses: Addresses, page_addresses: Addresses) -> None:
-        """Reserve nothing and touch no row.
+    def __init__(
+        self, layout: BlockLayout, first: int, rows: int, block_addresses: Addresses, page_addresses: Addresses, device: torch.device
+    ) -> None:
+        """Make the targets, empty, and touch no row.
 
         Args: block_addresses: [blocks], page_addresses: [key layers, pages], both covering positions below `first + rows`.
         """
@@ -49,7 +52,7 @@ class Destinations:
         pages = page_addresses[:, position // PAGE_KEYS]
         assert pages.all(), "a page of the chunk has no address"
         self._values = tuple(
-            torch.from_numpy(numpy.ascontiguousarray(values))
+            pinned(torch.from_numpy(numpy.ascontiguousarray(values)), device)
             for values in (
                 block_addresses,
                 block + row * layout.row.row_bytes,
@@ -57,16 +60,13 @@ class Destinations:
                 pages + position % PAGE_KEYS * layout.key.key_bytes,
             )
         )
+        blocks, rows_to, keys_to, pages_to = (torch.empty(values.shape, dtype=torch.int64, device=device) for values in self._values)
+        self.targets = (blocks, rows_to, keys_to, pages_to)
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Empty device tensors for blocks, rows, keys and pages, in that order."""
-        blocks, rows, keys, pages = (torch.empty(values.shape, dtype=torch.int64, device=device) for values in self._values)
-        return blocks, rows, keys, pages
-
-    def fill(self, targets: Sequence[Tensor]) -> None:
-        """Work: write the addresses into the tensors that `on` made."""
-        for target, values in zip(targets, self._values, strict=True):
-            target.copy_(values)
+    def fill(self) -> None:
+        """Work: write the addresses into the targets."""
+        for target, values in zip(self.targets, self._values, strict=True):
+            target.copy_(values, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from memory.append import blocks_of
 from memory.copyback import Copyback
 from memory.errors import ArenaFull, BarrierFailed
 from memory.session import SessionMemory
+from memory.staging import behind_fills, landing
 from streams import Event
 
 __all__ = ["barrier", "verify_mirror"]
@@ -44,8 +45,7 @@ async def barrier(session: SessionMemory, copyback: Copyback) -> int:
     broken = session.operations.broken
     if broken is not None:
         raise BarrierFailed(f"session {session.session_id}: a copy failed ({type(broken).__name__}: {broken})") from broken
-    state = session.state
-    on_device = await copyback.stream.submit(state.tolist, label="barrier state", session=session.session_id)
+    on_device = await _state(session, copyback)
     found = (counts.mirrored, on_device[StateField.MIRRORED], on_device[StateField.LOGICAL])
     if set(found) != {counts.logical}:
         raise BarrierFailed(
@@ -53,6 +53,19 @@ async def barrier(session: SessionMemory, copyback: Copyback) -> int:
             f"which has {found[2]} rows"
         )
     return counts.mirrored
+
+
+async def _state(session: SessionMemory, copyback: Copyback) -> list[int]:
+    """The session's state, read in order behind its copies."""
+    found = landing(session.state)
+
+    def read() -> None:
+        behind_fills(session.state.device)
+        found.copy_(session.state, non_blocking=True)
+
+    await copyback.stream.submit(read, label="barrier state", session=session.session_id, writes=[found])
+    values: list[int] = found.tolist()
+    return values
 
 
 async def _flush(session: SessionMemory, copyback: Copyback) -> None:
@@ -73,13 +86,13 @@ def verify_mirror(session: SessionMemory, layout: BlockLayout) -> None:
     """Compare the mirrored rows and keys that the device still holds with RAM, byte for byte. For tests and requested checks.
 
     Resident: all of them. Offload: rows and keys of the ring's current blocks, and the keys of every page.
-    Raises: BarrierFailed: names the first place that differs. Call it with nothing in flight.
+    Raises: BarrierFailed: names the first place that differs. Call it with nothing in flight; it waits for its copies from a device.
     """
     rows = session.counts.mirrored
     first = 0 if session.ring is None else rows // BLOCK_ROWS
     for block in range(first, blocks_of(rows)):
         within = min(BLOCK_ROWS, rows - BLOCK_ROWS * block)
-        device, mirror = session.device_block(block), session.mirror_block(block)
+        device, mirror = session.device_block(block).cpu(), session.mirror_block(block)
         for layer in range(layout.layers):
             start, size = layout.row_offset(layer), within * layout.row.row_bytes
             _compare(device[start : start + size], mirror[start : start + size], f"row of layer {layer}", block, layout.row.row_bytes)
@@ -91,14 +104,14 @@ def verify_mirror(session: SessionMemory, layout: BlockLayout) -> None:
         page, place = divmod(BLOCK_ROWS * block, PAGE_KEYS)
         size = within * layout.key.key_bytes
         for key_layer in range(layout.key_layers):
-            keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][:size]
+            keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][:size].cpu()
             start = layout.key_offset(key_layer)
             mirror = session.mirror_block(block)[start : start + size]
             _compare(keys, mirror, f"page key of key layer {key_layer}", block, layout.key.key_bytes)
 
 
 def _compare(device: torch.Tensor, mirror: torch.Tensor, what: str, block: int, unit_bytes: int) -> None:
-    wrong = (device.to(mirror.device) != mirror).nonzero()
+    wrong = (device != mirror).nonzero()
     if wrong.numel():
         byte = int(wrong[0])
         position = BLOCK_ROWS * block + byte // unit_bytes

@@ -21,6 +21,7 @@ from kernels.layout import BlockLayout
 from memory.allotment import Allotment, Store
 from memory.arena import BlockId, BlockPlace
 from memory.pool import Pool, allocated
+from memory.staging import pinned
 
 __all__ = ["BlockStore", "DeviceBlocks", "History", "TableWrite"]
 
@@ -95,10 +96,10 @@ class TableWrite:
 
     def __init__(self, entries: Tensor, values: Tensor) -> None:
         self.entries = entries
-        self.values = values
+        self.values = pinned(values, entries.device)
 
     def __call__(self) -> None:
-        self.entries.copy_(self.values)
+        self.entries.copy_(self.values, non_blocking=True)
 
 
 class History:
@@ -165,7 +166,7 @@ class History:
         addresses = numpy.zeros(self.blocks_max, dtype=numpy.int64)
         addresses[: self.blocks] = self.addresses[: self.blocks]
         self.addresses = addresses
-        table.copy_(torch.from_numpy(addresses))
+        table.copy_(pinned(torch.from_numpy(addresses), table.device), non_blocking=True)
         return old
 
     def close(self) -> None:

@@ -98,11 +98,15 @@ class HotCache:
         """Unmap every slot that holds a position at or past `position`: a truncation below the mirrored rows."""
         unmap_positions(self.slot_of, self.position_of, position)
 
-    def statistics(self) -> HotStatistics:
-        """Read now; on a device this waits for it."""
+    def mapped(self) -> Tensor:
+        """int64 [] on the device: slots that hold a row now."""
+        return (self.position_of >= 0).sum()
+
+    def statistics(self, mapped: int) -> HotStatistics:
+        """`mapped`: what the tensor of that name was when somebody looked."""
         return HotStatistics(
             slots=self.slots.shape[1],
-            mapped=int((self.position_of >= 0).sum()),
+            mapped=mapped,
             row_bytes=self.slots.numel(),
             map_bytes=self.buffer.numel() - self.slots.numel(),
         )

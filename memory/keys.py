@@ -22,6 +22,7 @@ from kernels.layout import BlockLayout
 from memory.allotment import Allotment
 from memory.history import TableWrite
 from memory.pool import Pool, allocated
+from memory.staging import pinned
 
 __all__ = ["KeyPages", "PageId", "PageTable"]
 
@@ -150,7 +151,7 @@ class PageTable:
         addresses = numpy.zeros((self._pages.key_layers, self.pages_max), dtype=numpy.int64)
         addresses[:, : self.pages] = self.addresses[:, : self.pages]
         self.addresses = addresses
-        table.copy_(torch.from_numpy(addresses))
+        table.copy_(pinned(torch.from_numpy(addresses), table.device), non_blocking=True)
         return old
 
     def close(self) -> None:

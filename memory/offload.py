@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField, TableLayout
@@ -22,6 +23,7 @@ from memory.errors import RingOverrun
 from memory.hot import HotCache
 from memory.ring import AppendRing, Ring, room
 from memory.session import Holdings, SessionStatistics
+from memory.staging import Glance
 from streams import Event, Stream
 
 __all__ = ["OffloadSession"]
@@ -42,6 +44,7 @@ class OffloadSession:
         self.mirror_block: Callable[[int], Tensor] = holdings.history.view
         self._ring = ring
         self._append_ring = append_ring
+        self._mapped = Glance(holdings.state.device, len(hot))
         self._layout = layout
         self._table_layout = TableLayout(layout.key_layers)
 
@@ -83,13 +86,13 @@ class OffloadSession:
         self.holdings.chunk_open = True
         try:
             self.ensure_rows(end, compute)
-            destinations = Destinations(self._layout, first, rows, self._chunk_addresses(first, end), self.pages.addresses)
-            targets = destinations.on(self.state.device)
-            ready = self._prepare(first, destinations, targets, compute, after)
+            addresses = self._chunk_addresses(first, end)
+            destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
+            ready = self._prepare(first, destinations, compute, after)
         except BaseException:
             self._abandon(first, ())
             raise
-        return AppendChunk(first, rows, *targets, ready, partial(self._finish, first, end), partial(self._abandon, first))
+        return AppendChunk(first, rows, *destinations.targets, ready, partial(self._finish, first, end), partial(self._abandon, first))
 
     def _chunk_addresses(self, first: int, end: int) -> Addresses:
         """Where each block of the history and of the chunk is: RAM, the ring for blocks not mirrored yet, the append ring."""
@@ -101,16 +104,15 @@ class OffloadSession:
             addresses[block] = self._append_ring.block_view(block - tail).data_ptr()
         return addresses
 
-    def _prepare(
-        self, first: int, destinations: Destinations, targets: Sequence[Tensor], compute: Stream, after: Sequence[Event[Any]]
-    ) -> Event[None]:
+    def _prepare(self, first: int, destinations: Destinations, compute: Stream, after: Sequence[Event[Any]]) -> Event[None]:
         """Submit what fills the address tensors and moves a partial tail block to where the chunk writes."""
+        targets = destinations.targets
         if first % BLOCK_ROWS == 0:
-            return self.holdings.submit(compute, "append ready", partial(destinations.fill, targets), after=after, writes=targets)
+            return self.holdings.submit(compute, "append ready", destinations.fill, after=after, writes=targets)
         source, target = self._ring.block_view(first // BLOCK_ROWS), self._append_ring.block_view(0)
 
         def prepare() -> None:
-            destinations.fill(targets)
+            destinations.fill()
             target.copy_(source)
 
         return self.holdings.submit(compute, "append ready", prepare, after=after, reads=[source], writes=[*targets, target])
@@ -189,7 +191,7 @@ class OffloadSession:
             if deep:
                 write_state(state, StateField.MIRRORED, rows)
             if source is not None:
-                target.copy_(source)
+                target.copy_(source, non_blocking=True)
             for cache in hot:
                 cache.unmap_from(BLOCK_ROWS * block)
 
@@ -208,7 +210,9 @@ class OffloadSession:
     def statistics(self) -> SessionStatistics:
         """See SessionMemory."""
         counts = self.counts.snapshot()
-        hot = tuple(cache.statistics() for cache in self.hot)
+        still = None if self.operations.outstanding else counts
+        mapped = self._mapped.look(lambda: torch.stack([cache.mapped() for cache in self.hot]), still)
+        hot = tuple(cache.statistics(count) for cache, count in zip(self.hot, mapped, strict=True))
         outstanding = self.operations.outstanding
         return SessionStatistics(counts, self.history.blocks, self.pages.pages, counts.logical - counts.mirrored, outstanding, hot)
 

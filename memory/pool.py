@@ -5,7 +5,8 @@ Holds one allocation a buffer, never a piece of another, so giving one back free
 Invariants:
 1. taken + reserved bytes <= budget, in allocated bytes (payload rounded up to 64).
 2. A buffer is zero-filled, 64-byte aligned, and its storage is exactly its allocated bytes.
-3. Reserved bytes can be taken only with `reserved=True`: an admitted session never finds its memory gone.
+3. Buffers are taken outside the streams' work; what first touches one begins with `staging.behind_fills`.
+4. Reserved bytes can be taken only with `reserved=True`: an admitted session never finds its memory gone.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from memory.errors import PoolExhausted
 from memory.ledger import Ledger
+from memory.staging import outside_streams
 
 __all__ = ["ALIGNMENT_BYTES", "Pool", "PoolStatistics", "allocated"]
 
@@ -72,7 +74,7 @@ class Pool:
 
         Args: size_bytes: at least 1. owner: for the ledger. reserved: out of the reserved bytes.
         Returns: uint8 [size_bytes] on the device, zero-filled, 64-byte aligned.
-        Raises: PoolExhausted: more than the budget leaves.
+        Raises: PoolExhausted: more than the budget leaves, or than the device has.
         """
         assert size_bytes > 0, f"a buffer of {size_bytes} bytes for {owner}"
         whole = allocated(size_bytes)
@@ -82,7 +84,11 @@ class Pool:
             missing = self.missing_bytes(whole)
             if missing:
                 raise PoolExhausted(missing)
-        buffer = torch.zeros(whole, dtype=torch.uint8, device=self.device)[:size_bytes]
+        assert outside_streams(self.device), f"a buffer for {owner} is taken inside a stream's work"
+        try:
+            buffer = torch.zeros(whole, dtype=torch.uint8, device=self.device)[:size_bytes]
+        except torch.OutOfMemoryError as error:
+            raise PoolExhausted(whole) from error
         assert buffer.data_ptr() % ALIGNMENT_BYTES == 0, "the allocator aligns to less than 64 bytes"
         if reserved:
             self._reserved_bytes -= whole

@@ -80,12 +80,10 @@ class ResidentSession:
         first, end = self.holdings.begin_chunk(rows)
         self.ensure_rows(end, compute)
         addresses = self.history.addresses[: blocks_of(end)].copy()
-        destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses)
-        targets = destinations.on(self.state.device)
-        work = partial(destinations.fill, targets)
-        ready = self.holdings.submit(compute, "append ready", work, after=after, writes=targets)
+        destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
+        ready = self.holdings.submit(compute, "append ready", destinations.fill, after=after, writes=destinations.targets)
         self.holdings.chunk_open = True
-        return AppendChunk(first, rows, *targets, ready, partial(self._finish, first, end), partial(self._abandon, first))
+        return AppendChunk(first, rows, *destinations.targets, ready, partial(self._finish, first, end), partial(self._abandon, first))
 
     def _abandon(self, first: int, after: Sequence[Event[Any]]) -> None:
         for event in after:

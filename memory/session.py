@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, STATE_FIELDS, StateField, TableField, TableLayout
 from memory.append import AppendChunk, blocks_of, pages_of
-from memory.copyback import Copyback, first_cause
+from memory.copyback import Copyback, first_cause, write_state
 from memory.counts import CountsSnapshot, RowCounts
 from memory.errors import CopybackInFlight
 from memory.history import BlockStore, History, TableWrite
@@ -30,6 +30,7 @@ from memory.keys import KeyPages, PageTable
 from memory.operations import Operations
 from memory.pool import Pool
 from memory.ring import Ring
+from memory.staging import behind_fills
 from streams import Event, Stream
 
 __all__ = ["Holdings", "SessionMemory", "SessionStatistics"]
@@ -120,7 +121,7 @@ class SessionMemory(Protocol):
         ...
 
     def statistics(self) -> SessionStatistics:
-        """A snapshot; on a device the hot cache's part waits for it."""
+        """A snapshot; on a device, while operations are in flight, the slots mapped are those of an earlier call: nobody waits for it."""
         ...
 
     def check_integrity(self) -> None:
@@ -150,7 +151,7 @@ class Holdings:
             self.hidden = pool.take(4 * HIDDEN_ROWS * hidden, "state").view(torch.float32).view(HIDDEN_ROWS, hidden)
             undo.callback(pool.give, self.hidden)
             self._parts = undo.pop_all()
-        self.state[StateField.BAD_LAYER] = -1
+        write_state(self.state, StateField.BAD_LAYER, -1)
 
     def begin_chunk(self, rows: int) -> tuple[int, int]:
         """Assert that a chunk may begin; returns its first row and the count of rows after it."""
@@ -210,7 +211,8 @@ class Holdings:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> Event[None]:
-        """Submit work of the session's own and hold it."""
+        """Submit work of the session's own, behind whatever filled its buffers, and hold it."""
+        work = partial(_behind_fills, self.state.device, work)
         event = stream.submit(work, label=label, session=self.session_id, after=after, reads=reads, writes=writes)
         self.operations.hold(event)
         return event
@@ -255,6 +257,11 @@ class Holdings:
         assert blocks * BLOCK_ROWS >= self.counts.logical, f"{blocks} blocks for {self.counts.logical} rows"
         assert pages * PAGE_KEYS >= self.counts.logical, f"{pages} pages for {self.counts.logical} rows"
         assert int(self.state[StateField.MIRRORED]) >= self.counts.mirrored, "the host counts rows that the device does not"
+
+
+def _behind_fills(device: torch.device, work: Callable[[], None]) -> None:
+    behind_fills(device)
+    work()
 
 
 def _write_all(writes: Sequence[TableWrite]) -> None:

@@ -1,18 +1,21 @@
 """Host memory that a device copies from and to without anybody waiting, and the order of what is filled outside every stream.
 
-Holds nothing. On the CPU all of it is free: a tensor is its own staging and there is one order.
+Holds no buffers of its own. On the CPU all of it is free: a tensor is its own staging and there is one order.
 
 Invariants:
 1. A copy from a pinned tensor may outlive the tensor: torch gives its memory to nobody else before the stream is past the copy.
 2. Buffers are taken, zeroed and moved on the device's default stream, outside any stream's work, when nothing of their session is in
    flight. The streams of `streams/device.py` do not wait for that one by themselves: the first work that touches a new buffer begins with
    `behind_fills`.
+3. A glance at what steps are changing never waits: it shows what an earlier one asked for.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["behind_fills", "landing", "outside_streams", "pinned"]
+__all__ = ["Glance", "behind_fills", "landing", "outside_streams", "pinned"]
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
@@ -43,3 +46,36 @@ def behind_fills(device: torch.device) -> None:
     """
     if not outside_streams(device):
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+
+
+class Glance:
+    """Values on a device that somebody wants to see now and then, and no step shall wait for. Call it outside the streams' work."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        """`count` values, all 0 until the first ones arrived."""
+        self._device = device
+        self._shown = [0] * count
+        self._shown_at: object = None
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def look(self, values: Callable[[], Tensor], still: object) -> list[int]:
+        """The values as they are when nothing changes them, waited for once; else the newest that have arrived, and the next are asked for.
+
+        Args: values: makes int64 [count] on the device; while steps run it may see some of a step's changes and not others.
+            still: None while steps run; else what the values belong to: two looks at equals see the same.
+        """
+        if still is not None or self._device.type == "cpu":
+            if still is None or still != self._shown_at:
+                self._shown, self._shown_at, self._arriving = values().tolist(), still, None
+        elif self._arriving is None:
+            self._ask(values())
+        elif self._arriving[1].query():
+            self._shown, self._shown_at = self._arriving[0].tolist(), None
+            self._ask(values())
+        return self._shown
+
+    def _ask(self, found: Tensor) -> None:
+        arriving, marker = landing(found), torch.cuda.Event()
+        arriving.copy_(found, non_blocking=True)
+        marker.record(torch.cuda.current_stream(self._device))
+        self._arriving = (arriving, marker)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import TableField, TableLayout
+from memory.staging import behind_fills, pinned
 
 __all__ = ["StepTable"]
 
@@ -32,10 +33,11 @@ class StepTable:
         return self.tensor.shape[0]
 
     def rewrite(self, rows: Sequence[Sequence[int] | None]) -> Callable[[], None]:
-        """Work that makes `rows` the table's content; run it on the stream of the steps.
+        """Work that makes `rows` the table's content; run it on the stream of the steps, and never inside a captured graph.
 
         Args: rows: one list of `layout.fields` ints a place, in order; None or a missing tail: free.
-        Returns: a closure with values copied now: later changes to `rows` do not reach it.
+        Returns: a closure with values copied now: later changes to `rows` do not reach it. The buffers that they name are filled before
+            anything behind it on its stream runs.
         """
         assert len(rows) <= self.places, f"{len(rows)} rows for {self.places} places"
         staged = torch.zeros(self.tensor.shape, dtype=torch.int64)
@@ -45,8 +47,10 @@ class StepTable:
             assert len(row) == self.layout.fields, f"place {place} has {len(row)} fields, not {self.layout.fields}"
             assert row[TableField.ROWS] > 0, f"place {place} has {row[TableField.ROWS]} query rows; a free place is None"
             staged[place] = torch.tensor(row, dtype=torch.int64)
+        values = pinned(staged, self.tensor.device)
 
         def write() -> None:
-            self.tensor.copy_(staged)
+            behind_fills(self.tensor.device)
+            self.tensor.copy_(values, non_blocking=True)
 
         return write

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kernels.layout import STATE_FIELDS
 from memory import DoesNotFit, PoolExhausted
 from memory import placement as placement_module
 from memory.hot import HotCache
@@ -39,7 +40,7 @@ async def test_needs_add_up_from_the_parts(backend: CpuBackend) -> None:
     assert needs.host_bytes == 2 * BLOCK
     caches = sum(allocated(HotCache.bytes_needed(layers, 30, 128, LAYOUT.row.row_bytes)) for layers in (2, 1))
     pages = allocated(2 * 1024 * LAYOUT.key.key_bytes)
-    small = allocated(2 * 8) + allocated(2 * 8) + allocated(8 * 8) + allocated(4 * 16 * HIDDEN)
+    small = allocated(2 * 8) + allocated(2 * 8) + allocated(8 * STATE_FIELDS) + allocated(4 * 16 * HIDDEN)
     assert needs.device_bytes == allocated(4 * BLOCK) + caches + pages + small
 
 
@@ -130,7 +131,7 @@ async def test_hot_slots_follow_the_setting_the_session_and_the_picks(
     """Slots are the setting, at most the session's positions in whole blocks, at least top-k."""
     session = Stage(backend, hot_rows=hot_rows).placement.open("one", tokens_max)
     assert isinstance(session, OffloadSession)
-    assert [cache.statistics().slots for cache in session.hot] == [slots, slots]
+    assert [cache.statistics(0).slots for cache in session.hot] == [slots, slots]
 
 
 @both

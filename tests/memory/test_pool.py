@@ -53,6 +53,25 @@ def test_the_budget_is_kept_to_the_byte() -> None:
     pool.take(192, "ring")
 
 
+def test_what_the_device_lacks_is_exhaustion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that runs out below the budget raises PoolExhausted with the whole buffer's bytes, and nothing is counted."""
+    ledger = Ledger()
+    pool = Pool(CPU, 4096, ledger)
+    pool.reserve(192)
+
+    def exhausted(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "zeros", exhausted)
+    for reserved in (False, True):
+        with pytest.raises(PoolExhausted) as caught:
+            pool.take(129, "ring", reserved=reserved)
+        assert caught.value.device_missing_bytes == 192
+    monkeypatch.undo()
+    assert (pool.statistics().allocated_bytes, pool.statistics().reserved_bytes) == (0, 192)
+    assert ledger.statistics() == Ledger().statistics()
+
+
 def test_reserved_bytes_are_for_reserved_takes_only() -> None:
     """What is reserved others cannot take; its owner can, down to the last byte, and unreserving frees the rest."""
     pool = Pool(CPU, 256, Ledger())
