@@ -2,7 +2,8 @@
 
 Parts: `config` (what config.json says) with `fields` (reading it) and `named` (configurations known by name); `source` (where tensors
 come from: `files`, mapped, or `random`, drawn after the shapes of `stored`) and `weights` (checked, dequantised, copied); `mla`, `indexer`,
-`moe`, `layer`, `mtp` (frozen weights with the projections as methods); `glm` (the whole, by stage).
+`moe`, `layer`, `mtp` (frozen weights with the projections as methods); `glm` (the whole, by stage); `bytes` (what a step must
+read of it).
 
 A step calls, a layer at a time:
 
@@ -13,7 +14,7 @@ A step calls, a layer at a time:
     query, head_weights = layer.indexer.index_query(u, qr, cos, sin)   -> scores, selection
     query_latent, query_rope = layer.mla.project_query(qr, cos, sin)   -> sparse attention, scale = config.scale
     x = x + layer.mla.project_output(attended)
-    x = x + layer.feed_forward(x)
+    x = x + layer.feed_forward(layer.mlp_input(x))
 
 then `h = model.final_norm(x)` and `model.logits(h)`. The MTP block: `x = model.mtp_input(ids, h)`, the same layer calls on
 `model.mtp.layer`, `model.mtp.final_norm(x)`.

@@ -73,6 +73,10 @@ class LayerWeights:
         """Normed state u [T, H] that attention and indexer read, of the residual state x [T, H]."""
         return rms_norm(x, self.input_norm, self.norm_eps)
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """What the MLP adds to the residual state x [T, H]: its norm, then dense or experts. [T, H]"""
-        return self.mlp.feed(rms_norm(x, self.output_norm, self.norm_eps))
+    def mlp_input(self, x: Tensor) -> Tensor:
+        """Normed state y [T, H] that the MLP reads, of the residual state x [T, H] behind attention."""
+        return rms_norm(x, self.output_norm, self.norm_eps)
+
+    def feed_forward(self, y: Tensor) -> Tensor:
+        """What the MLP, dense or experts, adds to the residual state, of its normed input y [T, H]. [T, H]"""
+        return self.mlp.feed(y)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from engine.bench.arm import Arm, Load
 from engine.bench.decode import Comparison, DecodePlan, added_us, as_json, compare, first_difference, table
-from engine.bench.floor import StepBytes, copy_bandwidth, step_bytes, weight_bytes
+from engine.bench.floor import StepBytes, copy_bandwidth, step_bytes
 from engine.bench.probe import Window, busy_ns, work_ns
 from engine.commands.line import run_line
 from engine.errors import BadRequest, BadSetting, ForebayError
+from engine.model.bytes import step_weights
 from engine.model.glm import load_model
 from engine.protocol import SyntheticHistory
 from kernels.layout import BlockLayout
@@ -66,9 +67,9 @@ def test_weight_bytes_of_a_known_model(model: Path) -> None:
     outer = hidden + 96 * hidden  # final norm and head
     mtp = 2 * hidden + 2 * hidden * hidden + hidden + (latent + rope) * hidden + latent + 16 * hidden + 16 + 16
     base = 4 * (attention + norms) + 3 * indexer + dense + 3 * (router + expert) + outer + mtp
-    assert weight_bytes(loaded, 1) == 4 * (base + 3 * 2 * expert + hidden)
-    assert weight_bytes(loaded, 2) == 4 * (base + 3 * 4 * expert + 2 * hidden)
-    assert weight_bytes(loaded, 100) == 4 * (base + 3 * 8 * expert + 100 * hidden)
+    assert step_weights(loaded, 1).total == 4 * (base + 3 * 2 * expert + hidden)
+    assert step_weights(loaded, 2).total == 4 * (base + 3 * 4 * expert + 2 * hidden)
+    assert step_weights(loaded, 100).total == 4 * (base + 3 * 8 * expert + 100 * hidden)
 
 
 def test_step_bytes_count_keys_of_full_layers_and_picked_rows(model: Path) -> None:
