@@ -1,17 +1,18 @@
 """Products of few rows with weights, at the speed at which the weights can be read.
 
-A program multiplies 16 rows by a tile of the weight over a part (a split) of the width; a second launch adds the splits. Both `linear`
-(one head) and `heads_linear` are this one kernel.
+A program multiplies 16 rows by a tile of the weight. Both `linear` (one head) and `heads_linear` are this one kernel.
 
 Invariants:
-1. Tile shapes, splits and instructions follow from the weight's shape alone; a row takes one of 16 places in a tile that is always whole.
-2. A row's result is the sum of its splits in ascending order; within a split, of tiles of 128 in ascending order. No atomics.
+1. Tilings (`tiling.py`) follow from the weight's shape alone; a row takes one of 16 places in a tile that is always whole.
+2. A step of the width is read in parts; each part's products are summed over the steps in ascending order, then the parts in one sum of a
+   fixed shape. Splits, where a tiling has some, are added in ascending order by a second launch. No atomics.
 3. Products are exact: bf16 x bf16 in the matrix units; a float32 row is three bf16 terms (high, middle, low) against bf16 and FP8 weights;
    float32 weights use float32 multiplication. Sums are float32. FP8 scales are applied a block of 128 of the width, outside the product.
 
-Floor: the weight's bytes once. A tile of 64 x 128 bf16 is 16 KiB, loaded 16 bytes a thread, two or three in flight a program, so that
-132 multiprocessors with two programs each have 8 MiB under way. PROGRAMS is a target for heads * tiles * splits. Rows beyond 16 read
-the weight again, from L2: the tile of rows is the fastest grid index.
+Floor: the weight's bytes once. 132 multiprocessors need some 6 MiB under way to fill the memory: a step is 8 to 32 KiB of weights, several
+steps are under way in a program. A chain of products waits for itself, and a tile of 16 outputs is one chain: hence parts, one a warp,
+which let few outputs keep a multiprocessor busy without splits, whose second launch costs more than a small weight.
+Rows beyond 16 read the weight again, from L2: the tile of rows is the fastest grid index.
 """
 
 import torch
@@ -20,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
+from kernels.linear.tiling import Tiling, tiling_of
 
-__all__ = ["TILE_ROWS", "accumulate", "dot_exact", "heads_linear", "linear", "splits_of", "tile_of"]
+__all__ = ["TILE_ROWS", "accumulate", "dot_exact", "heads_linear", "is_wide", "launch_options", "linear",
+           "split_width_of"]  # fmt: skip
 
 TILE_ROWS = 16  # the least that matrix units take
-TILE_WIDTH = 128  # one scale block
-PROGRAMS = 528  # four a multiprocessor of the largest card in mind
-STAGES = 3
+_HIP_STAGES = 2
 _BAND_ROWS = 256  # rows a launch, so that the partial sums of an append stay small
 _SUM_BLOCK = 1024
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # the interpreter multiplies bf16 as integers
@@ -58,39 +59,76 @@ def dot_exact(x, weight, acc):
 
 
 @triton.jit
+def _step(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, first, acc, WIDTH: tl.constexpr, TILE_K: tl.constexpr,
+          FP8: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """One step in one part: `acc` [M, N] and the products of values `first .. first + TILE_K`."""
+    value = first + tl.arange(0, TILE_K)
+    x_known, w_known = x_mask[:, None], w_mask[:, None]
+    if not EVEN:
+        x_known, w_known = x_known & (value < WIDTH)[None, :], w_known & (value < WIDTH)[None, :]
+    x = tl.load(from_x[:, None] + value[None, :] * x_value, mask=x_known, other=0.0)
+    weight = tl.load(from_weight[:, None] + value[None, :] * w_value, mask=w_known, other=0.0)
+    if FP8:
+        scale = tl.load(from_scales + first // 128, mask=w_mask, other=0.0)
+        return acc + dot_exact(x, tl.trans(weight), tl.zeros([TILE_M, TILE_N], tl.float32)) * scale[None, :]
+    else:
+        return dot_exact(x, tl.trans(weight), acc)
+
+
+@triton.jit
+def _step_parts(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, first, acc, WIDTH: tl.constexpr, TILE_K: tl.constexpr,
+                PARTS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """One step in several parts: part p of `acc` [parts, M, N] takes values `first + p * TILE_K` and on."""
+    at = first + tl.arange(0, PARTS) * TILE_K
+    value = at[:, None] + tl.arange(0, TILE_K)[None, :]
+    x_known, w_known = x_mask[None, :, None], w_mask[None, :, None]
+    if not EVEN:
+        x_known, w_known = x_known & (value < WIDTH)[:, None, :], w_known & (value < WIDTH)[:, None, :]
+    x = tl.load(from_x[None, :, None] + (value * x_value)[:, None, :], mask=x_known, other=0.0)
+    weight = tl.load(from_weight[None, :, None] + (value * w_value)[:, None, :], mask=w_known, other=0.0)
+    if FP8:
+        known = w_mask[None, :] & (at < WIDTH)[:, None]
+        scale = tl.load(from_scales[None, :] + (at // 128)[:, None], mask=known, other=0.0)
+        return acc + dot_exact(x, tl.trans(weight, 0, 2, 1), tl.zeros([PARTS, TILE_M, TILE_N], tl.float32)) * scale[:, None, :]
+    else:
+        return dot_exact(x, tl.trans(weight, 0, 2, 1), acc)
+
+
+@triton.jit
 def accumulate(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, first, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr,
-               TILE_WIDTH: tl.constexpr, FP8: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """Sum over `first .. first + SPLIT_WIDTH` of rows at `from_x` [M, 1] by outputs at `from_weight` [N, 1] (scales at [N])."""
-    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for start in range(0, SPLIT_WIDTH, TILE_WIDTH):
-        value = first + start + tl.arange(0, TILE_WIDTH)
-        known = value[None, :] < WIDTH
-        x = tl.load(from_x + value[None, :] * x_value, mask=x_mask[:, None] & known, other=0.0)
-        weight = tl.load(from_weight + value[None, :] * w_value, mask=w_mask[:, None] & known, other=0.0)
-        if FP8:
-            scale = tl.load(from_scales + (first + start) // 128, mask=w_mask, other=0.0)
-            acc += dot_exact(x, tl.trans(weight), tl.zeros([TILE_M, TILE_N], tl.float32)) * scale[None, :]
-        else:
-            acc = dot_exact(x, tl.trans(weight), acc)
-    return acc
+               TILE_K: tl.constexpr, PARTS: tl.constexpr, FP8: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """Sum over `first .. first + SPLIT_WIDTH` of rows at `from_x` [M] by outputs at `from_weight` [N] (scales at [N]): [M, N] f32."""
+    EVEN: tl.constexpr = WIDTH % (TILE_K * PARTS) == 0
+    if PARTS == 1:
+        acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for start in range(0, SPLIT_WIDTH, TILE_K):
+            acc = _step(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, first + start, acc, WIDTH, TILE_K, FP8, EVEN,
+                        TILE_M, TILE_N)  # fmt: skip
+        return acc
+    else:
+        parts = tl.zeros([PARTS, TILE_M, TILE_N], tl.float32)
+        for start in range(0, SPLIT_WIDTH, TILE_K * PARTS):
+            parts = _step_parts(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, first + start, parts, WIDTH, TILE_K,
+                                PARTS, FP8, EVEN, TILE_M, TILE_N)  # fmt: skip
+        return tl.sum(parts, 0)
 
 
 @triton.jit
 def _product(x, weight, scales, out, rows, x_row, x_head, x_value, w_head, w_output, w_value, HEADS: tl.constexpr, OUTPUTS: tl.constexpr,
              WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, FP8: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-             TILE_K: tl.constexpr):  # fmt: skip
+             TILE_K: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     tiles: tl.constexpr = (OUTPUTS + TILE_N - 1) // TILE_N
     head = (tl.program_id(1) // tiles).to(tl.int64)
     output = tl.program_id(1) % tiles * TILE_N + tl.arange(0, TILE_N)
     split = tl.program_id(2)
     x_mask, w_mask = row < rows, output < OUTPUTS
-    from_x = x + head * x_head + (row.to(tl.int64) * x_row)[:, None]
-    from_weight = weight + head * w_head + (output.to(tl.int64) * w_output)[:, None]
+    from_x = x + head * x_head + row.to(tl.int64) * x_row
+    from_weight = weight + head * w_head + output.to(tl.int64) * w_output
     scale_columns: tl.constexpr = (WIDTH + 127) // 128
     from_scales = scales + head * ((OUTPUTS + 127) // 128 * scale_columns) + output // 128 * scale_columns
     acc = accumulate(from_x, x_value, x_mask, from_weight, w_value, w_mask, from_scales, split * SPLIT_WIDTH, WIDTH, SPLIT_WIDTH, TILE_K,
-                     FP8, TILE_M, TILE_N)  # fmt: skip
+                     PARTS, FP8, TILE_M, TILE_N)  # fmt: skip
     to_out = out + ((split.to(tl.int64) * rows + row[:, None]) * HEADS + head) * OUTPUTS + output[None, :]
     tl.store(to_out, acc.to(out.dtype.element_ty), mask=x_mask[:, None] & w_mask[None, :])
 
@@ -105,73 +143,76 @@ def _add_splits(parts, out, values, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + value, total.to(out.dtype.element_ty), mask=inside)
 
 
-def tile_of(x: torch.dtype, weight: torch.dtype) -> tuple[int, int]:
-    """Outputs and width of a tile: smaller where float32 takes more registers and shared memory."""
-    return (32, TILE_WIDTH // 2) if torch.float32 in (x, weight) else (64, TILE_WIDTH)
+def is_wide(x: torch.dtype, weight: torch.dtype) -> bool:
+    """Whether a product needs the float32 tilings."""
+    return torch.float32 in (x, weight)
 
 
-def splits_of(tiles: int, width: int, tile_width: int) -> int:
-    """Parts of the width that different programs sum: the largest divisor of its tiles that keeps two tiles a part and PROGRAMS in all."""
-    steps = triton.cdiv(width, tile_width)
-    most = min(max(1, PROGRAMS // tiles), max(1, steps // 2))
-    return max(splits for splits in range(1, most + 1) if steps % splits == 0)
+def launch_options(tiling: Tiling) -> dict[str, int]:
+    """Warps, and stages within the shared memory that the vendor's cards have; neither changes a bit of a tiling's result."""
+    return {"num_warps": tiling.warps, "num_stages": _HIP_STAGES if torch.version.hip else tiling.stages}
 
 
-def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+def split_width_of(tiling: Tiling, width: int) -> int:
+    """Values of the width that one split sums: whole steps."""
+    steps = triton.cdiv(width, tiling.step)
+    assert steps % tiling.splits == 0, f"{steps} steps do not fall into {tiling.splits} splits"
+    return steps // tiling.splits * tiling.step
+
+
+def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None, dtype: torch.dtype, tiling: Tiling | None) -> Tensor:
     """x [rows, heads, width] by weight [heads, outputs, width], any strides: [rows, heads, outputs] in `dtype`."""
     rows, heads, width = x.shape
     outputs = weight.shape[1]
     out = torch.empty((rows, heads, outputs), dtype=dtype, device=x.device)
-    tile_outputs, tile_width = tile_of(x.dtype, weight.dtype)
-    tiles = heads * triton.cdiv(outputs, tile_outputs)
-    splits = splits_of(tiles, width, tile_width)
-    steps = triton.cdiv(width, tile_width)
+    how = tiling or tiling_of(heads, outputs, width, wide=is_wide(x.dtype, weight.dtype))
+    tiles = heads * triton.cdiv(outputs, how.outputs)
+    split_width = split_width_of(how, width)
     for start in range(0, rows, _BAND_ROWS):
         band, to = x[start : start + _BAND_ROWS], out[start : start + _BAND_ROWS]
         count = band.shape[0]
-        parts = to if splits == 1 else torch.empty((splits, *to.shape), dtype=torch.float32, device=x.device)
-        _product[(triton.cdiv(count, TILE_ROWS), tiles, splits)](
+        parts = to if how.splits == 1 else torch.empty((how.splits, *to.shape), dtype=torch.float32, device=x.device)
+        _product[(triton.cdiv(count, TILE_ROWS), tiles, how.splits)](
             band, weight, scales if scales is not None else weight, parts, count, *band.stride(), *weight.stride(),
-            HEADS=heads, OUTPUTS=outputs, WIDTH=width, SPLIT_WIDTH=steps // splits * tile_width, FP8=scales is not None,
-            TILE_M=TILE_ROWS, TILE_N=tile_outputs, TILE_K=tile_width, num_warps=4, num_stages=STAGES,
+            HEADS=heads, OUTPUTS=outputs, WIDTH=width, SPLIT_WIDTH=split_width, FP8=scales is not None, TILE_M=TILE_ROWS,
+            TILE_N=how.outputs, TILE_K=how.width, PARTS=how.parts, **launch_options(how),
         )  # fmt: skip
-        if splits > 1:
+        if how.splits > 1:
             values = to.numel()
-            _add_splits[(triton.cdiv(values, _SUM_BLOCK),)](parts, to, values, SPLITS=splits, BLOCK=_SUM_BLOCK, num_warps=4)
+            _add_splits[(triton.cdiv(values, _SUM_BLOCK),)](parts, to, values, SPLITS=how.splits, BLOCK=_SUM_BLOCK, num_warps=4)
     return out
 
 
-def linear(x: Tensor, weight: Tensor | BlockFp8, dtype: torch.dtype | None = None) -> Tensor:
-    """See the package page; the result is `dtype`, or x's."""
+def linear(x: Tensor, weight: Tensor | BlockFp8, dtype: torch.dtype | None = None, tiling: Tiling | None = None) -> Tensor:
+    """See the package page; the result is `dtype`, or x's. A given `tiling` is for measuring: it may change bits."""
     values, scales = (weight.values, weight.scales) if isinstance(weight, BlockFp8) else (weight, None)
-    return _heads_product(x[:, None], values[None], scales, dtype or x.dtype)[:, 0]
+    return _heads_product(x[:, None], values[None], scales, dtype or x.dtype, tiling)[:, 0]
 
 
-def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """See the package page."""
-    return _heads_product(x, weight, None, x.dtype)
+def heads_linear(x: Tensor, weight: Tensor, tiling: Tiling | None = None) -> Tensor:
+    """See the package page and `linear`."""
+    return _heads_product(x, weight, None, x.dtype, tiling)
 
 
-assert TILE_WIDTH == FP8_BLOCK, "a step over the width is one scale block"
-
-
-def _case(heads: int, outputs: int, width: int, x: str = "*bf16", weight: str = "*bf16") -> dict[str, object]:
-    types = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp8e4nv": torch.float8_e4m3fn}
-    tile_outputs, tile_width = tile_of(types[x], types[weight])
-    splits = splits_of(heads * triton.cdiv(outputs, tile_outputs), width, tile_width)
+def _case(heads: int, outputs: int, width: int, x: str = "*bf16", weight: str = "*bf16", rows: object = "i32") -> dict[str, object]:
+    how = tiling_of(heads, outputs, width, wide="*fp32" in (x, weight))
+    assert how.width <= FP8_BLOCK, "a part of a step lies within one scale block"
     return {
-        "x": x, "weight": weight, "scales": "*fp32", "out": x if splits == 1 else "*fp32", "rows": "i32", "x_row": heads * width,
+        "x": x, "weight": weight, "scales": "*fp32", "out": x if how.splits == 1 else "*fp32", "rows": rows, "x_row": heads * width,
         "x_head": width, "x_value": 1, "w_head": outputs * width, "w_output": width, "w_value": 1, "HEADS": heads, "OUTPUTS": outputs,
-        "WIDTH": width, "SPLIT_WIDTH": triton.cdiv(width, tile_width) // splits * tile_width, "FP8": weight == "*fp8e4nv",
-        "TILE_M": TILE_ROWS, "TILE_N": tile_outputs, "TILE_K": tile_width, "num_warps": 4, "num_stages": STAGES,
+        "WIDTH": width, "SPLIT_WIDTH": split_width_of(how, width), "FP8": weight == "*fp8e4nv",
+        "TILE_M": TILE_ROWS, "TILE_N": how.outputs, "TILE_K": how.width, "PARTS": how.parts, "num_warps": how.warps,
+        "num_stages": {"cuda": how.stages, "hip": _HIP_STAGES},
     }  # fmt: skip
 
 
+_SHAPES = ((1, 2048, 6144), (1, 576, 6144), (1, 16384, 2048), (64, 512, 192), (64, 256, 512), (1, 6144, 16384), (1, 4096, 2048),
+           (1, 128, 6144), (1, 32, 6144), (1, 154880, 6144))  # fmt: skip
 COMPILE = [
-    (_product, _case(1, 6144, 16384)),
-    (_product, _case(64, 512, 192)),
+    *((_product, _case(*shape)) for shape in _SHAPES),
     (_product, _case(1, 2048, 6144, x="*fp32")),
     (_product, _case(1, 6144, 16384, weight="*fp8e4nv")),
+    (_product, _case(1, 2048, 6144, weight="*fp8e4nv")),
     (_product, _case(1, 256, 6144, x="*fp32", weight="*fp32")),
     (_add_splits, {"parts": "*fp32", "out": "*bf16", "values": "i32", "SPLITS": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}),
 ]

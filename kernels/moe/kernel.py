@@ -1,12 +1,12 @@
 """Gated MLPs on a device, dense and routed, for one to some tens of rows.
 
 A (row, slot) pair is what an expert computes. Pairs of one expert stand together in tiles of 16, so that its weights are read once for
-them; an expert nobody chose is not read. Gate and up are one launch over two weights, a second adds splits and activates; down likewise,
-and the last launch adds a row's slots. A dense MLP is the same with one expert and every row.
+them; an expert nobody chose is not read. A program takes the same outputs of gate and up as one tile and activates what it has; down
+follows, and where a row has several slots a last launch adds them. A dense MLP is the same with one expert and every row.
 
 Invariants:
-1. As in `kernels/linear/kernel.py`: tiles and splits follow from the weight's shape and the slots a row has; a pair has one of 16 places in
-   a tile that is always whole, so who shares its tile changes no bit.
+1. As in `kernels/linear/kernel.py`: tilings follow from the weight's shape; a pair has one of 16 places in a tile that is always whole, so
+   who shares its tile changes no bit.
 2. A row's slots are added from 0 up in float32, each product rounded; no atomics.
 3. Between the products values are rounded once, to the rows' dtype, after the activation.
 4. The grid over tiles is the most that so many pairs can need; tiles past the last are marked -1 on the device and end at once.
@@ -20,13 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
-from kernels.linear.kernel import STAGES, TILE_ROWS, accumulate, splits_of, tile_of
+from kernels.linear.kernel import TILE_ROWS, accumulate, is_wide, launch_options, split_width_of
+from kernels.linear.tiling import Tiling, gated_tiling, tiling_of
 
 __all__ = ["experts", "gated_mlp"]
 
 Weight = Tensor | BlockFp8
+Scaled = tuple[Tensor, Tensor | None]
+Tilings = tuple[Tiling | None, Tiling | None]
 _PAIRS_BLOCK = 64
-_VALUES_BLOCK = 1024
+_VALUES_BLOCK = 256
 
 
 @triton.jit
@@ -60,52 +63,59 @@ def _group(expert_of, tile_expert, tile_pair, pairs, tiles, EXPERTS_BLOCK: tl.co
 
 
 @triton.jit
-def _products(x, weight, other, scales, other_scales, tile_expert, tile_pair, parts, pairs, x_row, w_expert, w_output, s_expert,
-              ROW_PAIRS: tl.constexpr, HALVES: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr,
-              FP8: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):  # fmt: skip
-    """parts [splits, pairs, HALVES, OUTPUTS]: a split of each pair's product with its expert's `weight` (half 0) and `other` (half 1)."""
+def _tile_pairs(tile_expert, tile_pair, pairs, GROUPED: tl.constexpr, TILE_M: tl.constexpr):
+    """A tile's expert (below 0: no tile), its pairs, and which of 16 are pairs."""
     tile = tl.program_id(0)
-    columns: tl.constexpr = (OUTPUTS + TILE_N - 1) // TILE_N
-    half = tl.program_id(1) // columns
-    output = tl.program_id(1) % columns * TILE_N + tl.arange(0, TILE_N)
-    split = tl.program_id(2)
     place = tl.arange(0, TILE_M)
-    expert = tile * 0
+    expert, pair = tile * 0, tile * TILE_M + place
+    known = pair < pairs
     if GROUPED:
         expert = tl.load(tile_expert + tile * 2)
-    if expert >= 0:
-        pair = tile * TILE_M + place
-        x_mask = pair < pairs
-        if GROUPED:
-            x_mask = place < tl.load(tile_expert + tile * 2 + 1)
-            pair = tl.load(tile_pair + tile * TILE_M + place, mask=x_mask, other=0)
-        from_weight, from_scales = weight, scales
-        if half == 1:
-            from_weight, from_scales = other, other_scales
-        w_mask = output < OUTPUTS
-        from_weight += expert.to(tl.int64) * w_expert + (output.to(tl.int64) * w_output)[:, None]
-        from_scales += expert.to(tl.int64) * s_expert + output // 128 * ((WIDTH + 127) // 128)
-        from_x = x + ((pair // ROW_PAIRS).to(tl.int64) * x_row)[:, None]
-        acc = accumulate(from_x, 1, x_mask, from_weight, 1, w_mask, from_scales, split * SPLIT_WIDTH, WIDTH, SPLIT_WIDTH, TILE_K, FP8,
-                         TILE_M, TILE_N)  # fmt: skip
-        to_parts = parts + ((split.to(tl.int64) * pairs + pair[:, None]) * HALVES + half) * OUTPUTS + output[None, :]
-        tl.store(to_parts, acc, mask=x_mask[:, None] & w_mask[None, :])
+        known = (place < tl.load(tile_expert + tile * 2 + 1)) & (expert >= 0)
+        pair = tl.load(tile_pair + tile * TILE_M + place, mask=known, other=0)
+    return expert, pair, known
 
 
 @triton.jit
-def _activate(parts, out, pairs, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """silu of the gate half times the up half, after the sum over splits."""
-    value = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    pair = tl.program_id(1).to(tl.int64)
-    inside = value < WIDTH
-    gate = tl.zeros([BLOCK], tl.float32)
-    up = tl.zeros([BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        from_parts = parts + (split * pairs + pair) * 2 * WIDTH + value
-        gate += tl.load(from_parts, mask=inside, other=0.0)
-        up += tl.load(from_parts + WIDTH, mask=inside, other=0.0)
-    activated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + pair * WIDTH + value, activated.to(out.dtype.element_ty), mask=inside)
+def _gate_up(x, gate, scales, tile_expert, tile_pair, activated, pairs, x_row, w_expert, w_output, s_expert, up_from_gate, up_scales,
+             ROW_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, FP8: tl.constexpr,
+             GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """activated [pairs, OUTPUTS]: silu of the gate's product times the up's, which lies `up_from_gate` values further in memory."""
+    expert, pair, x_mask = _tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
+    if expert >= 0:
+        both = tl.arange(0, 2 * TILE_N)
+        output = tl.program_id(1) * TILE_N + both % TILE_N
+        half = (both // TILE_N).to(tl.int64)
+        w_mask = output < OUTPUTS
+        from_weight = gate + expert.to(tl.int64) * w_expert + (output.to(tl.int64) * w_output + half * up_from_gate)
+        from_scales = scales + expert.to(tl.int64) * s_expert + (output // 128 * ((WIDTH + 127) // 128) + half * up_scales)
+        from_x = x + (pair // ROW_PAIRS).to(tl.int64) * x_row
+        acc = accumulate(from_x, 1, x_mask, from_weight, 1, w_mask, from_scales, 0, WIDTH, SPLIT_WIDTH, TILE_K, PARTS, FP8, TILE_M,
+                         2 * TILE_N)  # fmt: skip
+        gated, raised = tl.split(tl.permute(tl.reshape(acc, [TILE_M, 2, TILE_N]), [0, 2, 1]))
+        value = gated / (1.0 + tl.exp(-gated)) * raised
+        column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        to = activated + pair.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+        tl.store(to, value.to(activated.dtype.element_ty), mask=x_mask[:, None] & (column < OUTPUTS)[None, :])
+
+
+@triton.jit
+def _down(x, weight, scales, tile_expert, tile_pair, out, pairs, w_expert, w_output, s_expert, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+          SPLITS: tl.constexpr, SPLIT_WIDTH: tl.constexpr, FP8: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
+          TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+    """out [SPLITS, pairs, OUTPUTS]: a split of each pair's product with its expert's weight."""
+    expert, pair, x_mask = _tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
+    if expert >= 0:
+        output = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        split = tl.program_id(2)
+        w_mask = output < OUTPUTS
+        from_weight = weight + expert.to(tl.int64) * w_expert + output.to(tl.int64) * w_output
+        from_scales = scales + expert.to(tl.int64) * s_expert + output // 128 * ((WIDTH + 127) // 128)
+        from_x = x + pair.to(tl.int64) * WIDTH
+        acc = accumulate(from_x, 1, x_mask, from_weight, 1, w_mask, from_scales, split * SPLIT_WIDTH, WIDTH, SPLIT_WIDTH, TILE_K, PARTS,
+                         FP8, TILE_M, TILE_N)  # fmt: skip
+        to = out + (split.to(tl.int64) * pairs + pair)[:, None] * OUTPUTS + output[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=x_mask[:, None] & w_mask[None, :])
 
 
 @triton.jit
@@ -129,60 +139,73 @@ def _tensors(weight: Weight) -> tuple[Tensor, Tensor | None]:
     return (weight.values, weight.scales) if isinstance(weight, BlockFp8) else (weight, None)
 
 
-def _multiply(
-    x: Tensor, weights: list[tuple[Tensor, Tensor | None]], grouping: tuple[Tensor, Tensor] | None, pairs: int, row_pairs: int, slots: int
-) -> Tensor:
-    """Each pair's products with its expert's one or two weights [experts, outputs, width]: [splits, pairs, len(weights), outputs] f32."""
-    (weight, scales), (other, other_scales) = weights[0], weights[-1]
-    outputs, width = weight.shape[1:]
-    tile_outputs, tile_width = tile_of(x.dtype, weight.dtype)
-    columns = len(weights) * triton.cdiv(outputs, tile_outputs)
-    splits = splits_of(columns * slots, width, tile_width)
-    parts = torch.empty((splits, pairs, len(weights), outputs), dtype=torch.float32, device=x.device)
+def _tiles(tiling: Tiling, width: int) -> dict[str, int]:
+    """Launch constants of a tiling."""
+    return {
+        "SPLIT_WIDTH": split_width_of(tiling, width), "TILE_M": TILE_ROWS, "TILE_N": tiling.outputs, "TILE_K": tiling.width,
+        "PARTS": tiling.parts, **launch_options(tiling),
+    }  # fmt: skip
+
+
+def _distance(one: Tensor, other: Tensor) -> int:
+    """Values from the first of `one` to the first of `other`."""
+    return (other.data_ptr() - one.data_ptr()) // one.element_size()
+
+
+def _activated(x: Tensor, gate: Scaled, up: Scaled, grouping: tuple[Tensor, Tensor] | None, slots: int, tiling: Tiling | None) -> Tensor:
+    """What each pair's down product reads: [pairs, width] in x's dtype. Weights are [experts, width, hidden], of the same strides."""
+    (values, scales), (up_values, up_scales) = gate, up
+    outputs, width = values.shape[1:]
+    assert values.stride() == up_values.stride(), f"gate has strides {values.stride()}, up {up_values.stride()}"
+    pairs = x.shape[0] * slots
+    how = tiling or gated_tiling(outputs, width, wide=is_wide(x.dtype, values.dtype))
+    activated = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
+    tile_expert, tile_pair = grouping or (activated, activated)
+    tiles = tile_expert.shape[0] if grouping else triton.cdiv(pairs, TILE_ROWS)
+    _gate_up[(tiles, triton.cdiv(outputs, how.outputs))](
+        x, values, values if scales is None else scales, tile_expert, tile_pair, activated, pairs, x.stride(0), values.stride(0),
+        values.stride(1), 0 if scales is None else scales.stride(0), _distance(values, up_values),
+        0 if scales is None or up_scales is None else _distance(scales, up_scales), ROW_PAIRS=slots, OUTPUTS=outputs, WIDTH=width,
+        FP8=scales is not None, GROUPED=grouping is not None, **_tiles(how, width),
+    )  # fmt: skip
+    return activated
+
+
+def _lowered(x: Tensor, down: Scaled, grouping: tuple[Tensor, Tensor] | None, weight_of: Tensor | None, tiling: Tiling | None) -> Tensor:
+    """Each row's slots through `down` [experts, hidden, width], weighted and added: [rows, hidden] in x's dtype, of x [pairs, width]."""
+    values, scales = down
+    pairs, width = x.shape
+    outputs = values.shape[1]
+    slots = 1 if weight_of is None else weight_of.shape[1]
+    how = tiling or tiling_of(slots, outputs, width, wide=is_wide(x.dtype, values.dtype))
+    out = torch.empty((pairs // slots, outputs), dtype=x.dtype, device=x.device)
+    direct = how.splits == 1 and weight_of is None
+    parts = out if direct else torch.empty((how.splits, pairs, outputs), dtype=torch.float32, device=x.device)
     tile_expert, tile_pair = grouping or (parts, parts)
     tiles = tile_expert.shape[0] if grouping else triton.cdiv(pairs, TILE_ROWS)
-    _products[(tiles, columns, splits)](
-        x, weight, other, parts if scales is None else scales, parts if other_scales is None else other_scales, tile_expert, tile_pair,
-        parts, pairs, x.stride(0), weight.stride(0), weight.stride(1), 0 if scales is None else scales.stride(0), ROW_PAIRS=row_pairs,
-        HALVES=len(weights), OUTPUTS=outputs, WIDTH=width, SPLIT_WIDTH=triton.cdiv(width, tile_width) // splits * tile_width,
-        FP8=scales is not None, GROUPED=grouping is not None, TILE_M=TILE_ROWS, TILE_N=tile_outputs, TILE_K=tile_width, num_warps=4,
-        num_stages=STAGES,
+    _down[(tiles, triton.cdiv(outputs, how.outputs), how.splits)](
+        x, values, values if scales is None else scales, tile_expert, tile_pair, parts, pairs, values.stride(0), values.stride(1),
+        0 if scales is None else scales.stride(0), OUTPUTS=outputs, WIDTH=width, SPLITS=how.splits, FP8=scales is not None,
+        GROUPED=grouping is not None, **_tiles(how, width),
     )  # fmt: skip
-    return parts
-
-
-def _feed(
-    y: Tensor, both: list[tuple[Tensor, Tensor | None]], down: tuple[Tensor, Tensor | None], grouping: tuple[Tensor, Tensor] | None,
-    weight_of: Tensor | None, slots: int,
-) -> Tensor:  # fmt: skip
-    """The MLP of every pair, then the sum over each row's slots."""
-    rows, hidden = y.shape
-    pairs, width = rows * slots, down[0].shape[2]
-    parts = _multiply(y, both, grouping, pairs, slots, slots)
-    activated = torch.empty((pairs, width), dtype=y.dtype, device=y.device)
-    _activate[(triton.cdiv(width, _VALUES_BLOCK), pairs)](
-        parts, activated, pairs, WIDTH=width, SPLITS=parts.shape[0], BLOCK=_VALUES_BLOCK, num_warps=4
-    )
-    parts = _multiply(activated, [down], grouping, pairs, 1, slots)
-    out = torch.empty((rows, hidden), dtype=y.dtype, device=y.device)
-    # Contraction into fused multiply-adds would not round a slot's product.
-    _combine[(triton.cdiv(hidden, _VALUES_BLOCK), rows)](
-        parts, parts if weight_of is None else weight_of, out, pairs, WIDTH=hidden, SLOTS=slots, SPLITS=parts.shape[0],
-        WEIGHTED=weight_of is not None, BLOCK=_VALUES_BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    if not direct:  # contraction into fused multiply-adds would not round a slot's product
+        _combine[(triton.cdiv(outputs, _VALUES_BLOCK), pairs // slots)](
+            parts, parts if weight_of is None else weight_of, out, pairs, WIDTH=outputs, SLOTS=slots, SPLITS=how.splits,
+            WEIGHTED=weight_of is not None, BLOCK=_VALUES_BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
-def gated_mlp(y: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-    """See the package page."""
+def gated_mlp(y: Tensor, gate: Weight, up: Weight, down: Weight, tilings: Tilings = (None, None)) -> Tensor:
+    """See the package page and `experts`."""
     if y.shape[0] == 0:
         return torch.empty_like(y)
     gates, ups, downs = ((values[None], scales if scales is None else scales[None]) for values, scales in map(_tensors, (gate, up, down)))
-    return _feed(y.contiguous(), [gates, ups], downs, None, None, 1)
+    return _lowered(_activated(y.contiguous(), gates, ups, None, 1, tilings[0]), downs, None, None, tilings[1])
 
 
-def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight) -> Tensor:
-    """See the package page."""
+def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight, tilings: Tilings = (None, None)) -> Tensor:
+    """See the package page. Given `tilings` (gate and up; down) are for measuring: they may change bits."""
     rows, slots = expert_of.shape
     if rows == 0:
         return torch.empty_like(y)
@@ -200,28 +223,43 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, do
     assert both_scales is None or width % FP8_BLOCK == 0, f"a scale block would straddle gate and up at width {width}"
     gates = both[:, :width], None if both_scales is None else both_scales[:, :half]
     ups = both[:, width:], None if both_scales is None else both_scales[:, half:]
-    return _feed(y.contiguous(), [gates, ups], downs, (tile_expert, tile_pair), weight_of.contiguous(), slots)
+    grouping = tile_expert, tile_pair
+    activated = _activated(y.contiguous(), gates, ups, grouping, slots, tilings[0])
+    return _lowered(activated, downs, grouping, weight_of.contiguous(), tilings[1])
 
 
-def _case(halves: int, outputs: int, width: int, slots: int, weight: str) -> dict[str, object]:
-    tile_outputs, tile_width = tile_of(torch.bfloat16, torch.bfloat16)
-    splits = splits_of(halves * triton.cdiv(outputs, tile_outputs) * slots, width, tile_width)
-    return {
-        "x": "*bf16", "weight": weight, "other": weight, "scales": "*fp32", "other_scales": "*fp32", "tile_expert": "*i32",
-        "tile_pair": "*i32", "parts": "*fp32", "pairs": "i32", "x_row": width, "w_expert": halves * outputs * width, "w_output": width,
-        "s_expert": 1536, "ROW_PAIRS": slots, "HALVES": halves, "OUTPUTS": outputs, "WIDTH": width,
-        "SPLIT_WIDTH": triton.cdiv(width, tile_width) // splits * tile_width, "FP8": weight == "*fp8e4nv", "GROUPED": slots > 1,
-        "TILE_M": TILE_ROWS, "TILE_N": tile_outputs, "TILE_K": tile_width, "num_warps": 4, "num_stages": STAGES,
+def _case(outputs: int, width: int, slots: int, weight: str, gated: bool) -> dict[str, object]:
+    how = gated_tiling(outputs, width, wide=False) if gated else tiling_of(slots, outputs, width, wide=False)
+    tiles = {name: value for name, value in _tiles(how, width).items() if name != "num_stages"}
+    return tiles | {
+        "x": "*bf16", "scales": "*fp32", "tile_expert": "*i32", "tile_pair": "*i32", "pairs": "i32", "w_expert": 2 * outputs * width,
+        "w_output": width, "s_expert": 1536, "OUTPUTS": outputs, "WIDTH": width, "FP8": weight == "*fp8e4nv", "GROUPED": slots > 1,
+        "num_stages": {"cuda": how.stages, "hip": 2},
+    }  # fmt: skip
+
+
+def _gated_case(outputs: int, width: int, slots: int, weight: str) -> dict[str, object]:
+    return _case(outputs, width, slots, weight, gated=True) | {
+        "gate": weight, "activated": "*bf16", "x_row": width, "up_from_gate": outputs * width, "up_scales": 768, "ROW_PAIRS": slots,
+    }  # fmt: skip
+
+
+def _down_case(outputs: int, width: int, slots: int, weight: str) -> dict[str, object]:
+    return _case(outputs, width, slots, weight, gated=False) | {
+        "weight": weight, "out": "*fp32" if slots > 1 else "*bf16", "SPLITS": 1,
     }  # fmt: skip
 
 
 COMPILE = [
     (_group, {"expert_of": "*i64", "tile_expert": "*i32", "tile_pair": "*i32", "pairs": "i32", "tiles": "i32", "EXPERTS_BLOCK": 256,
               "BLOCK": _PAIRS_BLOCK, "TILE_M": TILE_ROWS, "num_warps": 8}),
-    (_products, _case(2, 2048, 6144, 8, "*bf16")),
-    (_products, _case(1, 6144, 2048, 8, "*fp8e4nv")),
-    (_products, _case(2, 12288, 6144, 1, "*bf16")),
-    (_activate, {"parts": "*fp32", "out": "*bf16", "pairs": "i32", "WIDTH": 2048, "SPLITS": 1, "BLOCK": _VALUES_BLOCK, "num_warps": 4}),
+    (_gate_up, _gated_case(2048, 6144, 8, "*bf16")),
+    (_gate_up, _gated_case(2048, 6144, 8, "*fp8e4nv")),
+    (_gate_up, _gated_case(12288, 6144, 1, "*bf16")),
+    (_gate_up, _gated_case(2048, 6144, 1, "*bf16")),
+    (_down, _down_case(6144, 2048, 8, "*bf16")),
+    (_down, _down_case(6144, 2048, 8, "*fp8e4nv")),
+    (_down, _down_case(6144, 12288, 1, "*bf16")),
     (_combine, {"parts": "*fp32", "weight_of": "*fp32", "out": "*bf16", "pairs": "i32", "WIDTH": 6144, "SLOTS": 8, "SPLITS": 1,
                 "WEIGHTED": True, "BLOCK": _VALUES_BLOCK, "num_warps": 4}),
 ]  # fmt: skip

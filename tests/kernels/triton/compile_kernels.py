@@ -1,9 +1,9 @@
 """Compile every Triton kernel under kernels/ for AMD and NVIDIA cards without one; run as a script, in a process of its own.
 
 A kernel module (`kernels/**/kernel*.py`) lists what it launches in COMPILE: pairs of a kernel and a dictionary of argument name to Triton
-type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options. Pointers are
-16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and is called by no other kernel is a failure;
-so is one over its target's shared memory (SHARED_BYTES_MAX).
+type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options, a number or
+one a backend. Pointers are 16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and is called by no
+other kernel is a failure; so is one over its target's shared memory (SHARED_BYTES_MAX).
 
 Prints a line a failure, then the number of compilations. Exit status 1 if anything failed.
 """
@@ -47,9 +47,10 @@ def modules() -> Iterator[tuple[ModuleType, dict[str, ast.FunctionDef]]]:
             yield importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), functions
 
 
-def source_of(kernel: Any, arguments: dict[str, Any]) -> tuple[ASTSource, dict[str, int]]:
+def source_of(kernel: Any, arguments: dict[str, Any], backend: str) -> tuple[ASTSource, dict[str, int]]:
     """What Triton compiles, and launch options."""
-    options = {name: value for name, value in arguments.items() if name in OPTIONS}
+    options = {name: arguments[name] for name in OPTIONS if name in arguments}
+    options = {name: value[backend] if isinstance(value, dict) else value for name, value in options.items()}
     given = {name: value for name, value in arguments.items() if name not in OPTIONS}
     missing = set(kernel.arg_names) ^ set(given)
     assert not missing, f"COMPILE differs from the kernel's arguments in {sorted(missing)}"
@@ -77,7 +78,7 @@ def failures() -> Iterator[str]:
         for kernel, arguments in listed:
             for target in TARGETS:
                 try:
-                    source, options = source_of(kernel, arguments)
+                    source, options = source_of(kernel, arguments, target.backend)
                     shared = triton.compile(source, target=target, options=options).metadata.shared
                 except Exception as error:
                     reason = str(error).strip() or type(error).__name__

@@ -4,8 +4,8 @@ import company
 import interpreted
 import torch
 
-from kernels.linear import BlockFp8
-from kernels.moe import experts, gated_mlp, kernel, reference, route
+from kernels.linear import BlockFp8, tiling
+from kernels.moe import experts, gated_mlp, reference, route
 
 
 def fp8(*shape: int) -> BlockFp8:
@@ -52,7 +52,7 @@ def company_changes_no_bit() -> None:
     gate_up, down = torch.randn(5, 6, 370), torch.randn(5, 370, 3)
     gate, bias = torch.randn(15, 370), torch.randn(15)
     settings = {"experts_per_token": 4, "groups": 3, "groups_kept": 2, "normalise": True, "factor": 2.5}
-    assert kernel.splits_of(6, 370, 64) > 1
+    assert tiling.tiling_of(1, 370, 1024, wide=True).splits > 1
     company.row_invariant(lambda p: experts(y[p], expert_of[p], weight_of[p], gate_up, down), 4, (2, 17))
     company.row_invariant(lambda p: gated_mlp(y[p], gate_up[0], gate_up[1], down[0].repeat(1, 2)), 4, (3, 17))
     company.row_invariant(lambda p: torch.cat([part.double() for part in route(y[p], gate, bias, **settings)], 1), 4, (2, 5))

@@ -1,0 +1,67 @@
+"""How a product of few rows is cut into programs: constants by the weight's shape, and a rule for shapes nobody measured.
+
+Knows no tensors. Nothing here may follow the number of rows: tiles, parts and splits decide in which order a row's products are summed.
+
+The constants were measured with `forebay bench kernels --sweep` (docs/performance.md); stages and warps move time only.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["Tiling", "gated_tiling", "tiling_of"]
+
+WIDE_TILE_WIDTH = 64  # float32 rows or weights: more registers and shared memory a value
+PROGRAMS = 528  # four a multiprocessor of the largest card in mind; what splits of float32 products aim at
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """One program's share of a weight: `outputs` rows of it, read `parts` x `width` values at a time."""
+
+    outputs: int
+    width: int  # values of one part of a step
+    parts: int  # parts of a step, summed by themselves and added at the end: as many independent chains of products
+    warps: int
+    stages: int  # steps under way at once, on NVIDIA; AMD's 64 KiB of shared memory hold two
+    splits: int = 1  # programs that share one tile's width; a second launch adds them
+
+    @property
+    def step(self) -> int:
+        return self.width * self.parts
+
+
+# (outputs, width) of one head's weight, bf16 rows and bf16 or FP8 weights
+_LINEAR: dict[tuple[int, int], Tiling] = {}
+# (outputs, width) of gate and up together: a program takes `outputs` of each
+_GATED: dict[tuple[int, int], Tiling] = {}
+
+
+def _cdiv(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _wide(tiles_heads: int, outputs: int, width: int) -> Tiling:
+    """float32 rows or weights: small tiles, and splits enough to fill a card."""
+    tiles = tiles_heads * _cdiv(outputs, 32)
+    steps = _cdiv(width, WIDE_TILE_WIDTH)
+    most = min(max(1, PROGRAMS // tiles), max(1, steps // 2))
+    splits = max(splits for splits in range(1, most + 1) if steps % splits == 0)
+    return Tiling(32, WIDE_TILE_WIDTH, 1, 4, 3, splits)
+
+
+def tiling_of(heads: int, outputs: int, width: int, *, wide: bool) -> Tiling:
+    """The tiling of `heads` products with weights [outputs, width]. Args: wide: rows or weights are float32."""
+    if wide:
+        return _wide(heads, outputs, width)
+    chosen = _LINEAR.get((outputs, width))
+    if chosen is not None:
+        return chosen
+    programs = heads * outputs
+    tile = 64 if programs >= 64 * PROGRAMS else 32 if programs >= 32 * PROGRAMS else 16
+    return Tiling(tile, 64, 2 if tile == 64 else 4, 4, 6 if tile == 16 else 5)
+
+
+def gated_tiling(outputs: int, width: int, *, wide: bool) -> Tiling:
+    """The tiling of gate and up, [outputs, width] each: twice `Tiling.outputs` rows a program."""
+    if wide:
+        return Tiling(16, WIDE_TILE_WIDTH, 1, 4, 3)
+    return _GATED.get((outputs, width), Tiling(32, 64, 2, 4, 5) if outputs > 4096 else Tiling(16, 64, 4, 4, 5))
