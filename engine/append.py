@@ -6,7 +6,7 @@ one token included, goes this way and never the decode step's.
 Invariants:
 1. Counts move only when a whole chunk is finished: an append that fails or is cancelled leaves the rows of finished chunks.
 2. A layer's older rows are brought by one gather over the block addresses, into scratch used by every second layer, while the layer
-   before computes; transient memory is bounded by two layers.
+   before computes; transient memory is bounded by two layers. Where a chunk picks fewer rows than the history has, only those are read.
 3. Every read of a row, the chunk's own included, is of packed bytes.
 Source: design, sections 7 and 10.
 """
@@ -22,28 +22,38 @@ from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
-from kernels.gather import gather_blocks
+from kernels.gather import gather_blocks, gather_rows
 from kernels.index_score import index_scores
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, StateField
-from kernels.quantize import unpack_rows
+from kernels.residual import add_norm
 from kernels.select import select
-from kernels.sparse_mla import sparse_mla_indexed
+from kernels.sparse_mla import sparse_mla_packed
 from memory.append import AppendChunk
 from memory.session import SessionMemory
+from memory.staging import landing, pinned
 from streams import Event
 
 __all__ = ["AppendOutput", "AppendRun"]
 
 _QUERY_TILE = 64  # query rows scored at once: bounds the score scratch to 64 x history
+_SCRATCH_ROWS = 4096  # scratch grows by so many rows: histories of one prompt's chunks rarely need a new one
+_NO_LAYER = 1 << 40
 
 
 class AppendOutput:
-    """What the host reads after the last chunk."""
+    """What the host reads after the last chunk, once its event is done."""
 
     def __init__(self) -> None:
-        self.token = -1
-        self.bad_layer = -1
-        self.logits: Tensor | None = None
+        self.logits: Tensor | None = None  # f32 [vocabulary], CPU
+        self.landed = torch.full((2,), -1, dtype=torch.int64)  # token, first bad layer
+
+    @property
+    def token(self) -> int:
+        return int(self.landed[0])
+
+    @property
+    def bad_layer(self) -> int:
+        return int(self.landed[1])
 
 
 class AppendRun:
@@ -56,8 +66,9 @@ class AppendRun:
         self._tokens = tokens
         self._sampling = sampling
         self._session = session
-        self._scratch: list[tuple[Tensor, Tensor] | None] = [None, None]
+        self._scratch: list[Tensor | None] = [None, None]  # packed rows by position, uint8 [rows, row_bytes]
         self._chunk: AppendChunk | None = None
+        self._first = -1  # where its first chunk begins
         self.done_rows = 0  # rows of finished chunks
         self.output = AppendOutput()
 
@@ -79,8 +90,9 @@ class AppendRun:
         stage, streams = self._stage, self._stage.streams
         chunk = self._memory.begin_append(len(tokens), streams.compute)
         self._chunk = chunk
+        self._first = chunk.first if self._first < 0 else self._first
         chain = Chain(self._session, (chunk.ready,))
-        ids = torch.tensor(tokens, dtype=torch.int64)
+        ids = pinned(torch.tensor(tokens, dtype=torch.int64), stage.device)
         yield chain.submit(streams.compute, lambda: self._begin(chunk, ids), label="append.begin")
         attended: list[Event[Any]] = []
         for group, layers in enumerate(stage.main_groups):
@@ -103,41 +115,46 @@ class AppendRun:
                     )
                 )
                 yield attended[-1]
-        done = chain.submit(streams.compute, lambda: self._finish(chunk, ids, last), label="append.finish")
+        done = chain.submit(streams.compute, lambda: self._finish(chunk, last), label="append.finish")
         finished = chunk.finish(streams.compute, stage.copyback, done)
         self._chunk = None  # it ends itself from here on, also when a copy fails: nothing is left to abandon
         yield finished
 
     def _begin(self, chunk: AppendChunk, ids: Tensor) -> None:
-        model = self._stage.model
-        self._positions = torch.arange(chunk.first, chunk.first + chunk.rows)
+        model, device = self._stage.model, self._stage.device
+        self._ids = ids.to(device, non_blocking=True)
+        self._positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
         self._cos, self._sin = model.rope(self._positions)
-        self._x = model.embed(ids)
-        self._selection = torch.full((chunk.rows, model.config.top_k), -1, dtype=torch.int32)
+        self._x = model.embed(self._ids)
+        self._u = model.layers[0].attention_input(self._x)
+        self._selection = torch.full((chunk.rows, model.config.top_k), -1, dtype=torch.int32, device=device)
+        self._bad_layer = torch.full((chunk.rows,), -1, dtype=torch.int64, device=device)
+        if chunk.first == self._first:
+            self._outcome = torch.full((2,), -1, dtype=torch.int64, device=device)
+
+    def _reads_few(self, chunk: AppendChunk) -> bool:
+        """Whether the chunk's picks are fewer than the rows before it."""
+        return chunk.rows * self._stage.model.config.top_k < chunk.first
 
     def _fetch(self, chunk: AppendChunk, local: int) -> None:
-        """Bring the layer's older rows [0, first) into scratch, unpacked."""
-        row = self._stage.layout.row
+        """Bring the layer's older rows [0, first) into scratch, unless only picked ones will be read."""
+        if self._reads_few(chunk):
+            return
+        row_bytes = self._stage.layout.row.row_bytes
         end = chunk.first + chunk.rows
         held = self._scratch[local % 2]
-        if held is None or held[0].shape[0] < end:
-            capacity = -(-end // 4096) * 4096
-            held = (torch.empty((capacity, row.latent)), torch.empty((capacity, row.rope)))
-            self._scratch[local % 2] = held
+        if held is None or held.shape[0] < end:
+            capacity = -(-end // _SCRATCH_ROWS) * _SCRATCH_ROWS
+            self._scratch[local % 2] = held = torch.empty((capacity, row_bytes), dtype=torch.uint8, device=self._stage.device)
         self._bring(chunk, local, 0, chunk.first, held)
 
-    def _bring(self, chunk: AppendChunk, local: int, first: int, end: int, held: tuple[Tensor, Tensor]) -> None:
-        """Gather and unpack rows [first, end) of one layer; gathers whole blocks from the one that holds `first`."""
-        if first >= end:
-            return
-        layout = self._stage.layout
-        block = first // BLOCK_ROWS
-        rows = end - block * BLOCK_ROWS
-        packed = torch.empty((rows, layout.row.row_bytes), dtype=torch.uint8)
-        gather_blocks(chunk.block_addresses[block:], layout.row_offset(local), rows, layout.row.row_bytes, packed)
-        latent, rope = unpack_rows(packed[first - block * BLOCK_ROWS :], layout.row)
-        held[0][first:end] = latent
-        held[1][first:end] = rope
+    def _bring(self, chunk: AppendChunk, local: int, first: int, end: int, held: Tensor) -> None:
+        """Gather rows [first, end) of one layer, in whole blocks from the one that holds `first`."""
+        if first < end:
+            layout, start = self._stage.layout, first // BLOCK_ROWS
+            target = held[start * BLOCK_ROWS :]
+            rows = end - start * BLOCK_ROWS
+            gather_blocks(chunk.block_addresses[start:], layout.row_offset(local), rows, layout.row.row_bytes, target)
 
     def _store(self, chunk: AppendChunk, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None) -> None:
         destinations = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
@@ -145,18 +162,17 @@ class AppendRun:
 
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
-        u = layer.attention_input(self._x)
-        self._qr = layer.mla.project_latent(u)
+        self._qr = layer.mla.project_latent(self._u)
         full = self._stage.main_groups[group][0] == local
-        self._store(chunk, layer, u, local, group if full else None, None)
+        self._store(chunk, layer, self._u, local, group if full else None, None)
         if full:
-            self._select(chunk, group, layer, u)
+            self._select(chunk, group, layer, self._u)
 
     def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, u: Tensor) -> None:
         query, head_weights = layer.full_indexer.index_query(u, self._qr, self._cos, self._sin)
         pages = self._memory.pages.table[group]
         end = chunk.first + chunk.rows
-        scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS))
+        scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS), device=u.device)
         for start in range(0, chunk.rows, _QUERY_TILE):
             stop = min(start + _QUERY_TILE, chunk.rows)
             keys = chunk.first + stop
@@ -167,39 +183,61 @@ class AppendRun:
             select(tile, torch.zeros_like(last), last, picks, self._selection[start:stop])
 
     def _attend(self, chunk: AppendChunk, local: int) -> None:
-        stage = self._stage
-        layer = stage.model.layers[local]
-        held = self._scratch[local % 2]
-        assert held is not None, "the layer's history was fetched before"
-        end = chunk.first + chunk.rows
-        self._bring(chunk, local, chunk.first, end, held)
+        stage, model = self._stage, self._stage.model
+        layer, row, number = model.layers[local], stage.layout.row, stage.first_layer + local
+        if self._reads_few(chunk):
+            rows = self._picked(chunk, local)
+        else:
+            held = self._scratch[local % 2]
+            assert held is not None, "the layer's history was fetched before"
+            end = chunk.first + chunk.rows
+            self._bring(chunk, local, chunk.first, end, held)
+            rows = held[:end]
         query_latent, query_rope = layer.mla.project_query(self._qr, self._cos, self._sin)
-        attended = sparse_mla_indexed(query_latent, query_rope, held[0][:end], held[1][:end], self._selection, stage.model.config.scale)
-        self._x = self._x + layer.mla.project_output(attended)
-        self._x = self._x + layer.feed_forward(self._x)
-        if self.output.bad_layer < 0 and not bool(torch.isfinite(self._x).all()):
-            self.output.bad_layer = stage.first_layer + local
+        attended = sparse_mla_packed(query_latent, query_rope, rows, self._selection, row, model.config.scale)
+        y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+        weight, eps = model.norm_after(local)
+        self._u = add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number)
 
-    def _finish(self, chunk: AppendChunk, ids: Tensor, last: bool) -> None:
+    def _picked(self, chunk: AppendChunk, local: int) -> Tensor:
+        """The chunk's picked rows of one layer, uint8 [rows, k, row_bytes]; zeros where a pick is unused."""
+        layout = self._stage.layout
+        row_bytes = layout.row.row_bytes
+        position = self._selection.long().clamp_min(0)
+        address = chunk.block_addresses[position // BLOCK_ROWS] + position % BLOCK_ROWS * row_bytes + layout.row_offset(local)
+        rows = torch.empty((*position.shape, row_bytes), dtype=torch.uint8, device=position.device)
+        gather_rows(torch.where(self._selection >= 0, address, 0).flatten(), row_bytes, rows.view(-1, row_bytes))
+        return rows
+
+    def _finish(self, chunk: AppendChunk, last: bool) -> None:
         """MTP rows of the chunk, the hidden states to keep, and after the last chunk the first token."""
-        stage, model, memory = self._stage, self._stage.model, self._memory
-        hidden = model.final_norm(self._x)
-        kept = memory.hidden
-        before = kept[(chunk.first - 1) % HIDDEN_ROWS] if chunk.first > 0 else torch.zeros_like(hidden[0])
+        stage, model = self._stage, self._stage.model
+        hidden = self._u  # the norm behind the last layer is the final one
+        kept = self._memory.hidden
+        before = kept[(chunk.first - 1) % HIDDEN_ROWS] if chunk.first > 0 else torch.zeros_like(kept[0])
         if model.mtp is not None:
-            x = model.mtp_input(ids, torch.cat([before[None], hidden[:-1]]))
+            x = model.mtp_input(self._ids, torch.cat([before.to(hidden.dtype)[None], hidden[:-1]]))
             present = (self._positions > 0)[:, None]
             block = model.mtp.layer
             self._store(chunk, block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
-        for row in range(max(0, chunk.rows - HIDDEN_ROWS), chunk.rows):
-            kept[(chunk.first + row) % HIDDEN_ROWS] = hidden[row]
-        if last and self._sampling is not None:
-            logits = model.logits(hidden[-1:])
-            if self.output.bad_layer < 0 and not bool(torch.isfinite(logits).all()):
-                self.output.bad_layer = model.config.layers
-            table = SamplingTable(1)
-            table.rewrite([self._sampling])
-            token = torch.zeros(1, dtype=torch.int64)
-            table.sample(logits, torch.tensor([chunk.first + chunk.rows]), token)
-            memory.state[StateField.TOKEN] = token[0]
-            self.output.token, self.output.logits = int(token[0]), logits[0]
+        kept[self._positions[-HIDDEN_ROWS:] % HIDDEN_ROWS] = hidden[-HIDDEN_ROWS:].float()
+        bad = torch.where(self._bad_layer >= 0, self._bad_layer, _NO_LAYER).amin()
+        self._outcome[1] = torch.where((self._outcome[1] < 0) & (bad < _NO_LAYER), bad, self._outcome[1])
+        if last:
+            if self._sampling is not None:
+                self._sample(hidden[-1:], self._sampling, chunk.first + chunk.rows)
+            self.output.landed = landing(self._outcome)
+            self.output.landed.copy_(self._outcome, non_blocking=True)
+
+    def _sample(self, hidden: Tensor, sampling: SamplingState, position: int) -> None:
+        """The first token of the generation, into state and outcome, from the last row's state [1, H]."""
+        model, device = self._stage.model, self._stage.device
+        logits = model.logits(hidden).float()
+        broken = (self._outcome[1] < 0) & ~torch.isfinite(logits).all()
+        self._outcome[1] = torch.where(broken, model.config.layers, self._outcome[1])
+        table = SamplingTable(1, device)
+        table.rewrite([sampling])
+        table.sample(logits, torch.full((1,), position, dtype=torch.int64, device=device), self._outcome[:1])
+        self._memory.state[StateField.TOKEN] = self._outcome[0]
+        self.output.logits = landing(logits[0])
+        self.output.logits.copy_(logits[0], non_blocking=True)

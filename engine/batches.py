@@ -13,6 +13,7 @@ from engine.decode import DecodeStep, StepEvents
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from kernels.layout import PAGE_KEYS
 from memory.table import StepTable
 from streams import Event
 
@@ -45,20 +46,23 @@ class Batches:
     def __init__(self, stage: Stage) -> None:
         self.steps = 0  # submitted so far
         self._stage = stage
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[tuple[int, int], Bucket] = {}
 
-    def _bucket(self, size: int) -> Bucket:
-        """The smallest power-of-two batch that holds `size` rows."""
-        places = 1 << (size - 1).bit_length()
-        found = self._buckets.get(places)
+    def _bucket(self, members: tuple[Request, ...]) -> Bucket:
+        """The smallest power-of-two batch that holds them; on a device also of positions, which bound the launches of scoring."""
+        places = 1 << (len(members) - 1).bit_length()
+        positions = 0 if self._stage.device.type == "cpu" else max(_positions_max(request) for request in members)
+        key = places, 1 << (positions - 1).bit_length() if positions else 0
+        found = self._buckets.get(key)
         if found is None:
-            table = StepTable(places, self._stage.table_layout)
-            found = self._buckets[places] = Bucket(DecodeStep(self._stage, places), table, SamplingTable(places))
+            table = StepTable(places, self._stage.table_layout, self._stage.device)
+            sampling = SamplingTable(places, self._stage.device)
+            found = self._buckets[key] = Bucket(DecodeStep(self._stage, *key), table, sampling)
         return found
 
     def submit(self, members: tuple[Request, ...], previous: Flight | None) -> Flight:
         """Submit a step of these requests, one row each; every one has room for it. `previous`: the step before, not followed yet."""
-        bucket = self._bucket(len(members))
+        bucket = self._bucket(members)
         stale = bucket.members != members
         for request in members:
             memory = request.session.memory
@@ -68,6 +72,8 @@ class Batches:
         after = [] if previous is None or previous.failed is not None else [previous.events.done]
         if stale:
             after.append(self._rewrite(bucket, members))
+        if self._stage.recorder is not None and bucket.step.ran and not bucket.step.recorded:
+            bucket.step.record(self._stage.recorder, bucket.table, bucket.sampling)
         session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
         keep_logits = any(request.wants_logits for request in members)
         events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
@@ -97,3 +103,10 @@ class Batches:
         for bucket in self._buckets.values():
             if request in bucket.members:
                 bucket.members = ()
+
+
+def _positions_max(request: Request) -> int:
+    """Positions that its session has room for, in whole pages."""
+    memory = request.session.memory
+    assert memory is not None, f"request {request.id} decodes without memory"
+    return memory.pages.pages_max * PAGE_KEYS

@@ -10,7 +10,7 @@ Invariants:
 Source: design, sections 6, 9 and 10.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +21,35 @@ from engine.chain import Chain
 from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store
 from engine.sampling_table import SamplingTable
-from engine.stage import Stage
+from engine.stage import Stage, StageStreams
 from kernels.locate import locate_new
-from kernels.quantize import unpack_rows
+from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
-from kernels.sparse_mla import sparse_mla
 from kernels.step import advance, load_hidden, snapshot, store_hidden
+from memory.rounds import Query
+from memory.staging import landing
 from memory.table import StepTable
 from streams import Event
+from streams.capture import Recorder
 
 __all__ = ["DecodeStep", "StepEvents", "StepOutput"]
+
+_OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the next one runs
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the host reads of a step, by place."""
+    """What the host reads of a step, by place, once its event is done; overwritten by the step after the next.
 
-    tokens: list[int]
-    bad_layer: list[int]
-    logits: Tensor | None  # f32 [places, vocabulary], when asked for
+    tokens     [places]              int64  CPU
+    bad_layer  [places]              int64  CPU  first global layer whose output was not finite, else -1
+    logits     [places, vocabulary]  f32    CPU  when asked for
+    """
+
+    tokens: Tensor
+    bad_layer: Tensor
+    logits: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,49 +63,90 @@ class StepEvents:
 class DecodeStep:
     """Buffers and operations of steps of `places` rows. One instance a bucket; steps on it are ordered by the compute stream."""
 
-    def __init__(self, stage: Stage, places: int) -> None:
+    def __init__(self, stage: Stage, places: int, positions_max: int) -> None:
+        """Args: positions_max: no session of these steps has more positions; bounds the scores' scratch, and so a launch."""
         self._stage = stage
         self._places = places
-        config, layout = stage.model.config, stage.layout
+        self._replay: Callable[[], None] | None = None
+        config, layout, device = stage.model.config, stage.layout, stage.device
         picks = config.top_k
-        self._place_of = torch.arange(places, dtype=torch.int32)
-        self._positions = torch.zeros(places, dtype=torch.int64)
-        self._tokens = torch.zeros(places, dtype=torch.int64)
-        self._mirrored = torch.zeros(places, dtype=torch.int64)
-        self._bad_layer = torch.full((places,), -1, dtype=torch.int64)
-        self._hidden_before = torch.zeros((places, config.hidden))
-        self._x = torch.zeros((places, config.hidden))
-        self._u = torch.zeros_like(self._x)
-        self._qr = torch.zeros((places, config.query_latent))
-        self._query_latent = torch.zeros((places, config.heads, config.latent))
-        self._query_rope = torch.zeros((places, config.heads, config.rope))
-        self._plans = [RoundPlan.empty(places, picks) for _ in stage.main_groups]
-        self._compact = torch.zeros((places, picks, layout.row.row_bytes), dtype=torch.uint8)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def states(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=stage.model.dtype, device=device)
+
+        self._place_of = torch.arange(places, dtype=torch.int32, device=device)
+        self._positions, self._tokens, self._mirrored = integers(places), integers(places), integers(places)
+        self._outcome = integers(2, places)  # tokens, first bad layers: one copy to the host
+        self._tokens_out, self._bad_layer = self._outcome
+        self._hidden_before = torch.zeros((places, config.hidden), device=device)
+        self._x, self._u = states(places, config.hidden), states(places, config.hidden)
+        self._qr = states(places, config.query_latent)
+        self._query = Query(states(places, config.heads, config.latent), states(places, config.heads, config.rope), config.scale)
+        self._plans = [RoundPlan.empty(places, picks, device) for _ in stage.main_groups]
+        self._compact = torch.zeros((places, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         longest = max(len(group) for group in stage.main_groups)
-        self._scratch = [torch.zeros((places * picks, layout.row.row_bytes), dtype=torch.uint8) for _ in range(longest - 1)]
-        self._logits = torch.zeros((places, config.vocabulary))
-        self._tokens_out = torch.zeros(places, dtype=torch.int64)
+        scratch_rows = places * picks if stage.rounds.prefetches else 1
+        self._scratch = [torch.zeros((scratch_rows, layout.row.row_bytes), dtype=torch.uint8, device=device) for _ in range(longest - 1)]
+        self._scores = None if device.type == "cpu" else torch.zeros((places, positions_max), device=device)
+        self._logits = torch.zeros((places, config.vocabulary), device=device)
+        self._landed = [torch.zeros((2, places), dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
+        self._steps = 0
 
     def submit(
         self, table: StepTable, sampling: SamplingTable, *, session: str, after: Sequence[Event[Any]], keep_logits: bool
     ) -> StepEvents:
-        """Submit one step over the places of `table`; returns at once."""
+        """Submit one step over the places of `table`, always the same one; returns at once."""
         chain = Chain(session, after)
-        streams = self._stage.streams
+        compute = self._stage.streams.compute
+        if self._replay is None:
+            done = self._issue(chain, self._stage.streams, table, sampling)
+        else:
+            done = chain.submit(compute, self._replay, label="step", writes=(self._outcome, self._logits))
+        landed = self._landed[self._steps % _OUTPUTS]
+        self._steps += 1
+        output = chain.submit(compute, lambda: self._read(landed, keep_logits), label="step.read", reads=(self._outcome,), writes=(landed,))
+        return StepEvents(done, output)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are replays."""
+        return self._replay is not None
+
+    @property
+    def ran(self) -> bool:
+        """Whether a step was submitted, so that every kernel is compiled for these shapes."""
+        return self._steps > 0
+
+    def record(self, recorder: Recorder, table: StepTable, sampling: SamplingTable) -> None:
+        """Make later steps replays of one recording. Call it between steps, after an eager one."""
+        name = self._stage.streams.compute.name
+
+        def issue(stream_of: Callable[[str], Any]) -> None:
+            streams = self._stage.streams
+            recording = StageStreams(
+                *(stream_of(each.name) for each in (streams.compute, streams.selection, streams.prefetch, streams.copyback))
+            )
+            self._issue(Chain("", ()), recording, table, sampling)
+
+        self._replay = recorder.record(issue, name)
+
+    def _issue(self, chain: Chain, streams: StageStreams, table: StepTable, sampling: SamplingTable) -> Event[Any]:
+        """Submit everything a step does on the device; returns its last event."""
         chain.submit(
             streams.compute,
             lambda: self._begin(table),
             label="step.begin",
-            writes=(self._positions, self._tokens, self._mirrored, self._hidden_before, self._x),
+            writes=(self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
         gathered: Event[Any] | None = None
         for group, layers in enumerate(self._stage.main_groups):
-            gathered = self._submit_group(chain, table, group, layers, gathered)
-        done = chain.submit(
+            gathered = self._issue_group(chain, streams, table, group, layers, gathered)
+        return chain.submit(
             streams.compute, lambda: self._finish(table, sampling), label="step.finish", writes=(self._logits, self._tokens_out)
         )
-        output = chain.submit(streams.compute, lambda: self._read(keep_logits), label="step.read", reads=(self._tokens_out,))
-        return StepEvents(done, output)
 
     def abort(self, table: StepTable, *, session: str) -> Event[None]:
         """After a failed step: unmap every slot its plans assigned, so that no slot claims a row it may not hold."""
@@ -107,20 +157,21 @@ class DecodeStep:
 
         return self._stage.streams.compute.submit(clear, label="step.abort", session=session)
 
-    def _submit_group(
-        self, chain: Chain, table: StepTable, group: int, layers: tuple[int, ...], scratch_free: Event[Any] | None
+    def _issue_group(
+        self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...], scratch_free: Event[Any] | None
     ) -> Event[Any]:
         """Submit the layers of one selection group; returns the event of its last layer."""
-        streams, plan = self._stage.streams, self._plans[group]
+        plan = self._plans[group]
         selected: Event[Any] | None = None
         fetched: Event[Any] | None = None
         last: Event[Any] | None = None
         for place, layer in enumerate(layers):
             written = chain.submit(
                 streams.compute,
-                lambda layer=layer: self._write(layer, group, table),  # type: ignore[misc]
+                lambda layer=layer: self._write(layer, group),  # type: ignore[misc]
                 label=f"layer.{layer}.write",
-                writes=(self._u, self._qr),
+                reads=(self._u,),
+                writes=(self._qr,),
             )
             if selected is None:
                 selected = chain.submit(
@@ -142,10 +193,10 @@ class DecodeStep:
                     )
             chain.submit(
                 streams.compute,
-                lambda layer=layer: self._query(layer),  # type: ignore[misc]
+                lambda layer=layer: self._ask(layer),  # type: ignore[misc]
                 label=f"layer.{layer}.query",
                 reads=(self._qr,),
-                writes=(self._query_latent, self._query_rope),
+                writes=(self._query.latent, self._query.rope),
             )
             waits = (selected,) if fetched is None or place == 0 else (selected, fetched)
             last = chain.submit(
@@ -154,7 +205,7 @@ class DecodeStep:
                 label=f"layer.{layer}.attend",
                 after=waits,
                 reads=() if fetched is None or place == 0 else (self._scratch[place - 1],),
-                writes=(self._compact, self._x),
+                writes=(self._compact, self._x, self._u),
             )
         assert last is not None, "a selection group has at least one layer"
         return last
@@ -165,11 +216,12 @@ class DecodeStep:
         begin_round(table.tensor)
         self._bad_layer.fill_(-1)
         self._x.copy_(model.embed(self._tokens))
+        self._u.copy_(model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
         self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
         load_hidden(table.tensor, self._place_of, self._positions, self._hidden_before)
         if model.mtp is not None:
-            x = model.mtp_input(self._tokens, self._hidden_before)
+            x = model.mtp_input(self._tokens, self._hidden_before.to(model.dtype))
             present = (self._positions > 0)[:, None]
             block = model.mtp.layer
             self._store(block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
@@ -177,9 +229,8 @@ class DecodeStep:
     def _store(self, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None = None) -> None:
         store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, self._destinations, present)
 
-    def _write(self, local: int, group: int, table: StepTable) -> None:
+    def _write(self, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
-        self._u.copy_(layer.attention_input(self._x))
         self._qr.copy_(layer.mla.project_latent(self._u))
         full = self._stage.main_groups[group][0] == local
         self._store(layer, self._u, local, group if full else None)
@@ -187,7 +238,9 @@ class DecodeStep:
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]
         query, head_weights = stage.model.layers[full].full_indexer.index_query(self._u, self._qr, self._cos, self._sin)
-        select_places(table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection)
+        select_places(
+            table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scores
+        )
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
@@ -196,32 +249,36 @@ class DecodeStep:
         for scratch, layer in zip(self._scratch, layers[1:], strict=False):
             self._stage.rounds.fetch(self._plans[group], layer, scratch)
 
-    def _query(self, local: int) -> None:
+    def _ask(self, local: int) -> None:
         latent, rope = self._stage.model.layers[local].mla.project_query(self._qr, self._cos, self._sin)
-        self._query_latent.copy_(latent)
-        self._query_rope.copy_(rope)
+        self._query.latent.copy_(latent)
+        self._query.rope.copy_(rope)
 
     def _attend(self, local: int, group: int, place: int, table: StepTable) -> None:
-        stage, plan = self._stage, self._plans[group]
-        layer = stage.model.layers[local]
+        """The layer behind its selection: attention, MLP, and the norm of what comes next."""
+        stage, plan, model = self._stage, self._plans[group], self._stage.model
+        layer = model.layers[local]
         scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
-        stage.rounds.gather(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact)
-        latent, rope = unpack_rows(self._compact, stage.layout.row)
-        attended = sparse_mla(self._query_latent, self._query_rope, latent, rope, plan.selection, stage.model.config.scale)
-        self._x.add_(layer.mla.project_output(attended))
-        self._x.add_(layer.feed_forward(self._x))
-        bad = ~torch.isfinite(self._x).all(-1)
-        self._bad_layer.copy_(torch.where(bad & (self._bad_layer < 0), stage.first_layer + local, self._bad_layer))
+        attended = stage.rounds.attend(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact, self._query)
+        number = stage.first_layer + local
+        y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+        weight, eps = model.norm_after(local)
+        self._u.copy_(add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number))
 
     def _finish(self, table: StepTable, sampling: SamplingTable) -> None:
         model = self._stage.model
-        hidden = model.final_norm(self._x)
-        store_hidden(table.tensor, self._place_of, self._positions, hidden)
+        hidden = self._u  # the norm behind the last layer is the final one
+        store_hidden(table.tensor, self._place_of, self._positions, hidden.float())
         self._logits.copy_(model.logits(hidden))
         bad = ~torch.isfinite(self._logits).all(-1)
         self._bad_layer.copy_(torch.where(bad & (self._bad_layer < 0), model.config.layers, self._bad_layer))
         sampling.sample(self._logits, self._positions + 1, self._tokens_out)
         advance(table.tensor, self._place_of, self._tokens_out, self._bad_layer)
 
-    def _read(self, keep_logits: bool) -> StepOutput:
-        return StepOutput(self._tokens_out.tolist(), self._bad_layer.tolist(), self._logits.clone() if keep_logits else None)
+    def _read(self, landed: Tensor, keep_logits: bool) -> StepOutput:
+        landed.copy_(self._outcome, non_blocking=True)
+        logits = None
+        if keep_logits:
+            logits = landing(self._logits)
+            logits.copy_(self._logits, non_blocking=True)
+        return StepOutput(landed[0], landed[1], logits)

@@ -11,6 +11,7 @@ Source: design, sections 1 and 11.
 import asyncio
 import functools
 import secrets
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
 
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
@@ -25,6 +27,7 @@ from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
 from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
+from engine.model.source import DTYPE_OF
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.request import Limits, Request
 from engine.running_tape import RunningTape
@@ -35,7 +38,7 @@ from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from kernels.layout import BLOCK_ROWS
-from streams import Backend, CpuBackend
+from streams import Backend, CpuBackend, Observer
 
 __all__ = ["Engine", "Statistics"]
 
@@ -92,7 +95,7 @@ class Engine:
     async def open(
         cls, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None, backend: Backend | None = None
     ) -> AsyncIterator["Engine"]:
-        """Load a model directory and run its step loop for the length of the block.
+        """Load a model directory, or a named configuration with random weights, and run its step loop for the length of the block.
 
         Args: progress: called from a worker thread with (tensors read, tensors in all). backend: streams to use; default: the device's.
         Raises: BadModel, BadSetting, NotAdmitted: one line each.
@@ -100,17 +103,19 @@ class Engine:
         if not __debug__:
             raise BadSetting("python -O removes the checks that protect the rows; run without it")
         config = config or EngineConfig()
-        if config.device == "cuda":
-            raise BadSetting("device cuda is not built yet; use --device cpu")
+        device = _device_of(config)
         directory = Path(model)
-        load = functools.partial(load_model, directory, latent_norm_eps=config.latent_norm_eps, progress=progress)
+        load = functools.partial(
+            load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
+            device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
+        )  # fmt: skip
         weights: Model = await asyncio.to_thread(load)
         tape = None if backend is not None or not config.tape else _open_tape(config.tape)
-        owned = None if backend is not None else CpuBackend(None if tape is None else tape.recorder)
+        owned = None if backend is not None else _streams_of(device, None if tape is None else tape.recorder)
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
-        stage = open_stage(weights, config, streams, context_max=context_max)
+        stage = await _open_stage(weights, config, streams, context_max)
         engine = cls(
             config, stage, name=_name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
@@ -328,6 +333,39 @@ class Engine:
 def _name_of(directory: Path) -> str:
     """The directory's own name, as the model's; also for "." and the like."""
     return directory.absolute().resolve().name
+
+
+def _device_of(config: EngineConfig) -> torch.device:
+    """Where the model runs. Raises BadSetting: there is no such device."""
+    present = torch.cuda.is_available()
+    if config.device == "cuda" and not present:
+        raise BadSetting("device cuda: no GPU is usable here (forebay doctor says what it sees); use --device cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if present and config.device != "cpu" else torch.device("cpu")
+
+
+def _streams_of(device: torch.device, observer: Observer | None) -> Backend:
+    """The device's own streams."""
+    if device.type == "cpu":
+        return CpuBackend(observer)
+    from streams.device import DeviceBackend
+
+    # Sums of a row must not depend on how a library splits them, nor be rounded to less than the dtype says.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return DeviceBackend(device, observer)
+
+
+async def _open_stage(weights: Model, config: EngineConfig, streams: Backend, context_max: int) -> Stage:
+    """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
+    if weights.device.type == "cpu":
+        return open_stage(weights, config, streams, context_max=context_max)
+    started = time.monotonic()
+
+    def told(blocks: int, blocks_max: int) -> None:
+        if blocks == blocks_max:
+            _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
+
+    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, progress=told)
 
 
 def _open_tape(name: str) -> RunningTape:

@@ -214,7 +214,7 @@ class StepLoop:
             assert session.memory is not None, "admitted with memory"
             request.cached = session.memory.counts.logical if request.history is None else request.history.rows
             session.tokens.extend(request.appended)
-            request.begin(tuple(session.tokens), self.stage.model.config.vocabulary)
+            request.begin(tuple(session.tokens), self.stage.model.config.vocabulary, self.stage.device)
             session.move(Phase.APPENDING)
             self._appends.start(request)
         return admitted is not False
@@ -273,20 +273,21 @@ class StepLoop:
             self._fail_step(flight, failure)
             return
         output = flight.events.output.result()
+        tokens, bad_layer = output.tokens.tolist(), output.bad_layer.tolist()
         for place, request in enumerate(flight.members):
             request.in_flight -= 1
             memory = request.session.memory
             assert memory is not None, "memory outlives the steps that read it"
             if not (request.finished or request.aborted):
-                if output.bad_layer[place] >= 0:
-                    self._break(request, _not_finite(output.bad_layer[place], self.stage.model.config.layers))
+                if bad_layer[place] >= 0:
+                    self._break(request, _not_finite(bad_layer[place], self.stage.model.config.layers))
                     continue
                 if (broken := _broken(request)) is not None:
                     self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
                     continue
                 memory.commit(1, self.stage.copyback, flight.events.done)
                 logits = None if output.logits is None or not request.wants_logits else output.logits[place]
-                request.take(output.tokens[place], logits)
+                request.take(tokens[place], logits)
             if request.in_flight == 0 and (request.finished or request.aborted):
                 request.end("abort")  # nothing if it has finished
                 self._leave(request)

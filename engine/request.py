@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.append import AppendRun
@@ -82,10 +83,10 @@ class Request:
             )
         self.max_tokens = asked or min(self._limits.default_max_tokens, room)
 
-    def begin(self, prompt: tuple[int, ...], vocabulary: int) -> None:
+    def begin(self, prompt: tuple[int, ...], vocabulary: int, device: torch.device | str = "cpu") -> None:
         """Its turn has come: the whole context it continues is known."""
         self.prompt = prompt
-        self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary)
+        self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device)
 
     @property
     def wants_logits(self) -> bool:

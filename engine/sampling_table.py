@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.sampling import Sampling
 from kernels.sample import count_token, sample
+from memory.staging import pinned
 
 __all__ = ["SamplingState", "SamplingTable"]
 
@@ -31,8 +32,8 @@ class SamplingState:
     output_counts: Tensor | None  # int32 [vocabulary]
 
     @staticmethod
-    def of(sampling: Sampling, seed: int, prompt: Sequence[int], vocabulary: int) -> "SamplingState":
-        """Build from what the caller asked; `seed` is the resolved one."""
+    def of(sampling: Sampling, seed: int, prompt: Sequence[int], vocabulary: int, device: torch.device | str = "cpu") -> "SamplingState":
+        """Build from what the caller asked; `seed` is the resolved one. Once a request: counts go to the device while the host waits."""
         parameters = (
             sampling.temperature, sampling.top_p, float(sampling.top_k), sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, 0.0,
@@ -41,17 +42,16 @@ class SamplingState:
             return SamplingState(parameters, seed, None, None)
         seen = torch.zeros(vocabulary, dtype=torch.uint8)
         seen[torch.tensor(sorted(set(prompt)), dtype=torch.int64)] = 1
-        return SamplingState(parameters, seed, seen, torch.zeros(vocabulary, dtype=torch.int32))
+        return SamplingState(parameters, seed, seen.to(device), torch.zeros(vocabulary, dtype=torch.int32).to(device))
 
 
 class SamplingTable:
     """One row a place: f32 parameters, seed, addresses of the counts (0: none)."""
 
-    def __init__(self, places: int) -> None:
-        self._parameters = torch.zeros((places, _COLUMNS))
-        self._seeds = torch.zeros(places, dtype=torch.int64)
-        self._prompt_seen = torch.zeros(places, dtype=torch.int64)
-        self._output_counts = torch.zeros(places, dtype=torch.int64)
+    def __init__(self, places: int, device: torch.device | str = "cpu") -> None:
+        self._parameters = torch.zeros((places, _COLUMNS), device=device)
+        self._integers = torch.zeros((3, places), dtype=torch.int64, device=device)
+        self._seeds, self._prompt_seen, self._output_counts = self._integers
         self._held: list[SamplingState | None] = [None] * places
 
     def rewrite(self, states: Sequence[SamplingState | None]) -> None:
@@ -59,10 +59,12 @@ class SamplingTable:
         neutral = SamplingState((0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0), 0, None, None)
         rows = [state or neutral for state in states]
         rows += [neutral] * (len(self._held) - len(rows))
-        self._parameters.copy_(torch.tensor([row.parameters for row in rows]))
-        self._seeds.copy_(torch.tensor([row.seed for row in rows], dtype=torch.int64))
-        self._prompt_seen.copy_(torch.tensor([0 if row.prompt_seen is None else row.prompt_seen.data_ptr() for row in rows]))
-        self._output_counts.copy_(torch.tensor([0 if row.output_counts is None else row.output_counts.data_ptr() for row in rows]))
+        seen = [0 if row.prompt_seen is None else row.prompt_seen.data_ptr() for row in rows]
+        counts = [0 if row.output_counts is None else row.output_counts.data_ptr() for row in rows]
+        device = self._integers.device
+        self._parameters.copy_(pinned(torch.tensor([row.parameters for row in rows]), device), non_blocking=True)
+        integers = torch.tensor([[row.seed for row in rows], seen, counts], dtype=torch.int64)
+        self._integers.copy_(pinned(integers, device), non_blocking=True)
         self._held = list(rows)
 
     def sample(self, logits: Tensor, positions: Tensor, out: Tensor) -> None:

@@ -17,15 +17,20 @@ from engine.model.glm import Model
 from kernels.layout import BlockLayout, TableLayout
 from memory.arena import Arena
 from memory.copyback import Copyback
+from memory.errors import ArenaFull, RegistrationRefused
 from memory.host import available_bytes
 from memory.ledger import Ledger
 from memory.placement import Offload, Placement, Resident
 from memory.pool import Pool
+from memory.registration import registration_for
 from memory.rounds import OffloadRounds, ResidentRounds, Rounds
 from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Stream
+from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
 _HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
+_ACTIVATIONS_SHARE = 0.06  # of a device's memory, kept from sessions: activations, scratch, graphs
+_ACTIVATIONS_BYTES = 1 << 30  # and at least this
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
 PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
@@ -64,11 +69,13 @@ class Stage:
     streams: StageStreams
     arena: Arena
     pool: Pool
+    device: torch.device
     ledger: Ledger
     placement: Placement
     rounds: Rounds
     copyback: Copyback
     append_rows: int  # rows of the longest append chunk
+    recorder: Recorder | None = None  # makes steps replays; None: every step is issued anew
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
 
     @property
@@ -80,14 +87,15 @@ class Stage:
 
 def open_stage(
     model: Model, config: EngineConfig, backend: Backend, *, name: str = "stage0", context_max: int,
-    arena_of: ArenaOf = Arena, pool_of: PoolOf = Pool,
+    arena_of: ArenaOf | None = None, pool_of: PoolOf = Pool, progress: Callable[[int, int], None] | None = None,
 ) -> Stage:  # fmt: skip
-    """Lay out and allocate one stage.
+    """Lay out and allocate one stage on the device that holds the model's weights; registers its host memory, which takes a while.
 
-    Args: arena_of, pool_of: what makes its arena and pool; a search for bad interleavings watches both.
+    Args: arena_of, pool_of: what makes its arena and pool; a search for bad interleavings watches both. progress: called with (blocks
+        registered, blocks in all).
     Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers.
     """
-    facts = model.config
+    facts, device = model.config, model.device
     keys = key_format(config.index_key_format, config.row_format)
     groups = model.groups
     main_groups = groups if model.mtp is None else groups[:-1]
@@ -97,8 +105,14 @@ def open_stage(
     least = layout.block_bytes
     if host_bytes < least:
         raise NotAdmitted(f"host memory of {host_bytes} bytes holds no block of {least} bytes; raise --host-memory")
-    arena = arena_of(layout, host_bytes, ledger)
-    pool = pool_of(torch.device("cpu"), None, ledger)
+    try:
+        if arena_of is None:
+            arena = Arena(layout, host_bytes, ledger, registration=registration_for(device), progress=progress)
+        else:
+            arena = arena_of(layout, host_bytes, ledger)
+    except (ArenaFull, RegistrationRefused) as error:
+        raise NotAdmitted(str(error)) from error
+    pool = pool_of(device, _device_budget(device), ledger)
     streams = StageStreams.of(backend, name)
     copyback = Copyback(streams.copyback)
     table_layout = TableLayout(len(groups))
@@ -115,6 +129,22 @@ def open_stage(
         rounds = ResidentRounds(layout, table_layout)
     return Stage(
         model=model, first_layer=model.first_layer, layout=layout, table_layout=table_layout, main_groups=main_groups, streams=streams,
-        arena=arena, pool=pool, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback, append_rows=config.append_chunk_rows,
+        arena=arena, pool=pool, device=device, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback,
+        append_rows=config.append_chunk_rows, recorder=_recorder(config, device),
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
     )  # fmt: skip
+
+
+def _device_budget(device: torch.device) -> int | None:
+    """Bytes that sessions may take of the device's memory: what the weights left, less a share for activations. None: no limit."""
+    if device.type == "cpu":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - max(_ACTIVATIONS_BYTES, int(_ACTIVATIONS_SHARE * total)))
+
+
+def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
+    """What makes recordings of steps: graphs on a device unless they are off; on the CPU only when asked for, since they save nothing."""
+    if device.type == "cpu":
+        return ClosureRecorder() if config.graphs == "on" else None
+    return None if config.graphs == "off" else GraphRecorder(device)

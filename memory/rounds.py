@@ -7,6 +7,7 @@ Invariants:
 2. A resident round keeps nothing: no plan, no map, no miss.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -14,9 +15,24 @@ from torch import Tensor
 from kernels.gather import fetch_misses, gather_round
 from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import locate_resident
+from kernels.place import on_cpu
 from kernels.round import RoundPlan, clear_round, plan_round
+from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed
 
-__all__ = ["OffloadRounds", "ResidentRounds", "Rounds"]
+__all__ = ["OffloadRounds", "Query", "ResidentRounds", "Rounds", "attend_gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What rows are read for: one layer's queries of a step.
+
+    latent  [T, heads, R]   float  absorbed
+    rope    [T, heads, Dr]  float  rotated
+    """
+
+    latent: Tensor
+    rope: Tensor
+    scale: float
 
 
 class Rounds(Protocol):
@@ -46,9 +62,33 @@ class Rounds(Protocol):
         """Collect one local layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
         ...
 
+    def attend(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        compact: Tensor,
+        query: Query,
+    ) -> Tensor:
+        """Attend to one local layer's selected rows, [T, heads, R], by way of `compact` where they are gathered; fill slots as `gather`."""
+        ...
+
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """Unmap what the plan assigned: for a step that did not reach the group's last layer."""
         ...
+
+
+def attend_gathered(
+    rounds: Rounds, layout: BlockLayout, table: Tensor, group: int, layer_in_group: int, layer: int, place_of: Tensor, plan: RoundPlan,
+    scratch: Tensor | None, compact: Tensor, query: Query,
+) -> Tensor:  # fmt: skip
+    """Gather by `rounds`, then attend to the compact rows."""
+    rounds.gather(table, group, layer_in_group, layer, place_of, plan, scratch, compact)
+    return sparse_mla_packed(query.latent, query.rope, compact, plan.selection, layout.row, query.scale)
 
 
 class OffloadRounds:
@@ -82,6 +122,21 @@ class OffloadRounds:
         """See Rounds."""
         offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
         gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+
+    def attend(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        compact: Tensor,
+        query: Query,
+    ) -> Tensor:
+        """See Rounds."""
+        return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""
@@ -120,6 +175,24 @@ class ResidentRounds:
         """See Rounds."""
         offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
         gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+
+    def attend(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        compact: Tensor,
+        query: Query,
+    ) -> Tensor:
+        """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""
+        if on_cpu("attend", table):
+            return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
+        offset = self._layout.row_offset(layer)
+        return sparse_mla_addresses(query.latent, query.rope, plan.source, self._layout.row, query.scale, offset)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds. Nothing was kept."""

@@ -100,7 +100,7 @@ class Ground:
         )
         self.placement = WatchedPlacement(inner, scene.watch)
         rounds = ResidentRounds(LAYOUT, _TABLE) if resident else OffloadRounds(LAYOUT, _TABLE)
-        self.rounds = WatchedRounds(rounds, scene.watch)
+        self.rounds = WatchedRounds(rounds, scene.watch, LAYOUT)
         self.compute, self.selection, self.prefetch = (scene.backend.stream(name) for name in ("compute", "selection", "prefetch"))
         self.copyback = Copyback(scene.backend.stream("copyback"))
         self._salt = 0

@@ -127,7 +127,7 @@ class Bench:
         """A stage whose sessions, plans and gathers are watched."""
         stage = open_stage(self.tiny.model, config, backend, context_max=CONTEXT_MAX, **makers)
         watch.layout = stage.layout
-        rounds = WatchedRounds(stage.rounds, watch)
+        rounds = WatchedRounds(stage.rounds, watch, stage.layout)
         return replace(stage, placement=WatchedPlacement(stage.placement, watch), rounds=rounds), rounds
 
     def engine(self, config: EngineConfig, stage: Stage) -> Engine:

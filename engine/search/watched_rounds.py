@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.search.watch import Watch, same
-from kernels.layout import StateField, TableField
+from kernels.layout import BlockLayout, StateField, TableField
 from kernels.round import RoundPlan
 from memory.hot import HotCache
 from memory.offload import OffloadSession
-from memory.rounds import Rounds
+from memory.rounds import Query, Rounds, attend_gathered
 from memory.session import SessionMemory
 
 __all__ = ["WatchedRounds"]
@@ -23,8 +23,9 @@ __all__ = ["WatchedRounds"]
 class WatchedRounds:
     """See `memory.rounds.Rounds`."""
 
-    def __init__(self, inner: Rounds, watch: Watch) -> None:
+    def __init__(self, inner: Rounds, watch: Watch, layout: BlockLayout) -> None:
         self._inner = inner
+        self._layout = layout
         self._watch = watch
         self.prefetches = inner.prefetches
         self.wrong: list[AssertionError] = []
@@ -52,6 +53,21 @@ class WatchedRounds:
         """See Rounds."""
         self._inner.gather(table, group, layer_in_group, layer, place_of, plan, scratch, out)
         self._check(lambda: self._check_gather(table, layer, place_of, plan, out))
+
+    def attend(
+        self,
+        table: Tensor,
+        group: int,
+        layer_in_group: int,
+        layer: int,
+        place_of: Tensor,
+        plan: RoundPlan,
+        scratch: Tensor | None,
+        compact: Tensor,
+        query: Query,
+    ) -> Tensor:
+        """See Rounds. By way of the gather, so that what is read is checked."""
+        return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""

@@ -91,7 +91,7 @@ class FlatRun:
         attended = sparse_mla_indexed(query_latent, query_rope, self.latent[local, :end], self.rope_key[local, :end], picked, self.scale)
         x = x + layer.mla.project_output(attended)
         self._note_routing(layer, x)
-        return x + layer.feed_forward(x), selection
+        return x + layer.feed_forward(layer.mlp_input(x)), selection
 
     def index_latent(self, layer: LayerWeights, u: Tensor, qr: Tensor) -> Tensor:
         """What the indexer's query is made of."""
