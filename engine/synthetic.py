@@ -39,24 +39,30 @@ _Words = TypeVar("_Words", int, Tensor)
 
 
 def _mix(words: _Words) -> _Words:
-    """A permutation of 32-bit words (in int64 when tensors), every bit of the result depending on every bit of the argument."""
-    words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _WORD
-    words = ((words ^ (words >> 13)) * 0xC2B2AE35) & _WORD
-    return words ^ (words >> 16)
+    """A permutation of 32-bit words (in int64 when tensors), every bit depending on every bit of the argument. A tensor is overwritten."""
+    words ^= words >> 16
+    words *= 0x85EBCA6B
+    words &= _WORD
+    words ^= words >> 13
+    words *= 0xC2B2AE35
+    words &= _WORD
+    words ^= words >> 16
+    return words
 
 
-def values(seed: int, stream: int, positions: Tensor, columns: int) -> Tensor:
-    """What a history holds at some positions.
+def values(seed: int, streams: int | Tensor, positions: Tensor, columns: int) -> Tensor:
+    """What a history holds at some positions. A few dozen launches on a device, however much is drawn.
 
-    stream     which of a position's vectors: one number a layer and kind
-    positions  [n]           int64
-    returns    [n, columns]  f32    on the device of `positions`
+    streams    which of a position's vectors: one number a layer and kind, or [streams] int64
+    positions  [n]                      int64  on the same device
+    returns    [streams, n, columns]    f32    without the first dimension for one stream that is a number
     """
-    root = _mix(_mix(_mix((seed & _WORD) ^ _STEP) ^ (seed >> 32)) ^ stream)
-    row = _mix(_mix((positions & _WORD) ^ root) ^ (positions >> 32))
+    root = _mix(_mix((seed & _WORD) ^ _STEP) ^ (seed >> 32))
+    vector: int | Tensor = _mix(streams ^ root)[:, None] if isinstance(streams, Tensor) else _mix(streams ^ root)
+    row = _mix(_mix((positions & _WORD) ^ vector) ^ (positions >> 32))
     column = (torch.arange(columns, dtype=torch.int64, device=positions.device) * _STEP) & _WORD
-    words = _mix(_mix(row[:, None] ^ column[None, :]))
-    return (words.to(torch.float32) * 2.0**-31 - 1.0) * _ROOT_3
+    words = _mix(_mix(row[..., None] ^ column))
+    return words.to(torch.float32).mul_(2.0**-31).sub_(1.0).mul_(_ROOT_3)
 
 
 def tokens_of(history: SyntheticHistory, vocabulary: int) -> list[int]:
@@ -78,12 +84,15 @@ class SyntheticRun(AppendRun):
     ) -> None:
         super().__init__(stage, memory, tokens, sampling, session)
         self._history = history
+        self._full_layers: Tensor | None = None  # [groups] int64, on the device
 
     def units(self) -> Iterator[Event[Any]]:
         """First the history, a chunk a unit, then the append."""
         rows_max = self._stage.append_rows
         for start in range(0, self._history.rows, rows_max):
+            self.done_rows = start - self._history.rows  # these count as rows that the session had
             yield self._fill_chunk(min(rows_max, self._history.rows - start))
+        self.done_rows = 0
         yield from super().units()
 
     def _fill_chunk(self, rows: int) -> Event[Any]:
@@ -91,31 +100,40 @@ class SyntheticRun(AppendRun):
         chunk = self._memory.begin_append(rows, streams.compute)
         self._chunk = chunk
         chain = Chain(self._session, (chunk.ready,))
-        done: Event[Any] = chunk.ready
-        for layer in range(stage.layout.layers):
-            done = chain.submit(streams.compute, partial(self._fill_layer, chunk, layer), label=f"history.{layer}")
+        chain.submit(streams.compute, partial(self._fill_rows, chunk), label="history.rows")
+        chain.submit(streams.compute, partial(self._fill_keys, chunk), label="history.keys")
         done = chain.submit(streams.compute, partial(self._fill_hidden, chunk), label="history.hidden")
         finished = chunk.finish(streams.compute, stage.copyback, done)
         self._chunk = None
         return finished
 
-    def _fill_layer(self, chunk: AppendChunk, layer: int) -> None:
-        """Rows of one layer, and keys where it is a group's full layer."""
-        layout, seed = self._stage.layout, self._history.seed
-        positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=self._memory.state.device)
-        is_mtp = self._stage.model.mtp is not None and layer == self._stage.mtp_layer
+    def _drawn(self, layers: Tensor, kind: int, positions: Tensor, columns: int) -> Tensor:
+        """Values of one kind for several layers at once, [layers, n, columns]: one draw a chunk, not one a layer."""
+        found = values(self._history.seed, 3 * layers + kind, positions, columns)
+        if self._stage.model.mtp is not None:
+            found *= ((positions > 0)[None, :] | (layers != self._stage.mtp_layer)[:, None])[..., None]
+        return found
 
-        def drawn(kind: int, columns: int) -> Tensor:
-            found = values(seed, 3 * layer + kind, positions, columns)
-            return torch.where((positions > 0)[:, None], found, 0.0) if is_mtp else found
+    def _fill_rows(self, chunk: AppendChunk) -> None:
+        """Rows of every layer."""
+        layout, device = self._stage.layout, self._memory.state.device
+        positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
+        layers = torch.arange(layout.layers, device=device)
+        latents = self._drawn(layers, 0, positions, layout.row.latent)
+        ropes = self._drawn(layers, 1, positions, layout.row.rope)
+        for layer in range(layout.layers):
+            append_rows(latents[layer], ropes[layer], chunk.row_destinations, layout.row_offset(layer), layout.row)
 
-        row = layout.row
-        append_rows(drawn(0, row.latent), drawn(1, row.rope), chunk.row_destinations, layout.row_offset(layer), row)
-        for group, layers in enumerate(layout.groups):
-            if layers[0] == layer:
-                keys = drawn(2, layout.key.width)
-                append_keys(keys, chunk.key_destinations, group * layout.key_layer_bytes, layout.key)
-                append_keys(keys, chunk.page_destinations[group], 0, layout.key)
+    def _fill_keys(self, chunk: AppendChunk) -> None:
+        """Keys of each group's full layer, in the blocks and in the pages."""
+        layout, device = self._stage.layout, self._memory.state.device
+        positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
+        if self._full_layers is None:  # made here, on the stream that uses it
+            self._full_layers = torch.tensor([layers[0] for layers in layout.groups], device=device)
+        keys = self._drawn(self._full_layers, 2, positions, layout.key.width)
+        for group in range(len(layout.groups)):
+            append_keys(keys[group], chunk.key_destinations, group * layout.key_layer_bytes, layout.key)
+            append_keys(keys[group], chunk.page_destinations[group], 0, layout.key)
 
     def _fill_hidden(self, chunk: AppendChunk) -> None:
         """States after the final norm, of the last rows."""

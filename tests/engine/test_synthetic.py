@@ -2,9 +2,11 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -98,6 +100,48 @@ def test_values_depend_on_everything_named() -> None:
     for other in (values(1, 0, positions, 65), values(1 << 32, 0, positions, 65), values(0, 1, positions, 65)):
         assert (other != found).float().mean() > 0.99
     assert len(found.unique()) > 0.99 * found.numel()
+
+
+class _Calls(TorchDispatchMode):
+    """Counts what would be launches on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += 1
+        return operation(*arguments, **(named or {}))
+
+
+def test_many_streams_are_one_draw() -> None:
+    """Drawing for many streams gives what each gives alone, with as few launches as for one, and leaves what it was given as it was."""
+    streams, positions = torch.tensor([0, 3, 9, 2**20]), torch.tensor([5, 6, 2**33])
+    each = torch.stack([values(7, int(stream), positions, 33) for stream in streams])
+    with _Calls() as many:
+        together = values(7, streams, positions, 33)
+    with _Calls() as one:
+        values(7, streams[:1], positions, 33)
+    assert torch.equal(together, each)
+    assert many.count == one.count - 1 < 100  # the slice is a call too
+    assert (streams.tolist(), positions.tolist()) == ([0, 3, 9, 2**20], [5, 6, 2**33])
+
+
+async def test_progress_counts_the_history_as_it_is_filled(model: Path) -> None:
+    """While a made-up history is written its rows are counted as they come, and at the end all are done."""
+    async with Engine.open(model, small(append_chunk_rows=16)) as engine:
+        generation = engine.generate(PROMPT, Sampling(max_tokens=2, ignore_eos=True), history=SyntheticHistory(1, 200))
+        await generation.prompt()
+        seen = []
+        first = asyncio.ensure_future(anext(generation))
+        while not first.done():
+            seen.append(generation.progress.rows_done)
+            await asyncio.sleep(0)
+        assert {16, 96, 192, 200} <= set(seen)
+        assert seen.index(16) < seen.index(96) < seen.index(192) < seen.index(200)
+        await first
+        assert (generation.progress.rows_done, generation.progress.rows_total) == (205, 205)
+        await generation.aclose()
 
 
 def test_values_are_spread_evenly() -> None:
