@@ -34,7 +34,7 @@ class Event(Generic[T]):
         self.stream = stream
         self.session = session
         self.number = number  # order of submission within its backend; -1: no backend made it
-        self.awaited: Callable[[Event[T], bool], None] | None = None  # told when a wait begins (False) and has ended with the event (True)
+        self.awaited: Callable[[Event[T], bool], None] | None = None  # told when a wait begins (False) and has ended (True)
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -76,24 +76,24 @@ class Event(Generic[T]):
 
     async def wait_done(self) -> None:
         """Wait until done, whatever the outcome: raises nothing of the work's. Does not count as observing a failure."""
-        if not self._done:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            finally:
-                if not self._done:
-                    self._waiters.remove(waiter)
-
-    def __await__(self) -> Generator[object, None, T]:
-        """Wait for completion and return the result or raise the failure. Cancel: the work goes on and its buffers stay held."""
+        if self._done:
+            return
         told = self.awaited
         if told is not None:
             told(self, False)
-        if not self._done:
-            yield from self.wait_done().__await__()
-        if told is not None:
-            told(self, True)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if not self._done:
+                self._waiters.remove(waiter)
+            if told is not None:
+                told(self, True)
+
+    def __await__(self) -> Generator[object, None, T]:
+        """Wait for completion and return the result or raise the failure. Cancel: the work goes on and its buffers stay held."""
+        yield from self.wait_done().__await__()
         return self.result()
 
     def settle(self, value: T | None, error: BaseException | None) -> BaseException | None:

@@ -142,5 +142,8 @@ class Observer(Protocol):
         ...
 
     def awaited(self, event: Event[Any], ended: bool, at_ns: int) -> None:
-        """A task began to wait for it (`ended` False), or goes on with its outcome (`ended` True)."""
+        """A task began to wait for it (`ended` False), or ended its wait: with the outcome, or cancelled (`ended` True).
+
+        Not told of waits for what is done already.
+        """
         ...

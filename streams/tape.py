@@ -1,7 +1,8 @@
 """Tapes: what a backend did, as versioned JSON lines. Recording, reading, comparing.
 
-The first line is the header, each other line a record: `submit`, `complete`, `await` (a task begins to wait), `resume` (it goes on).
-Times are integer ns since the header's clock began (the first record). Replay is in `replay.py`, export in `trace.py`.
+The first line is the header, each other line a record: `submit`, `complete`, `await` (a task begins to wait), `resume` (it
+waits no more: the operation ended, or the task was cancelled). Times are integer ns since the header's clock began (the first
+record). Replay is in `replay.py`, export in `trace.py`.
 
 Invariants:
 1. Records stand in the order in which the loop saw things happen; operations are named by their number, from 0 in submission order.
@@ -12,12 +13,13 @@ Invariants:
 
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from queue import Full as QueueFull
 from queue import Queue
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -55,44 +57,49 @@ class Header(msgspec.Struct, frozen=True, tag="tape", tag_field="record", forbid
     notes: dict[str, str] = {}
 
 
-class Submitted(msgspec.Struct, frozen=True, tag="submit", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
+# Records hold no cycles: gc=False keeps the collector from walking those that are not written yet.
+_Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a tape is read
+_Maybe = Annotated[int, msgspec.Meta(ge=-1)]
+
+
+class Submitted(msgspec.Struct, frozen=True, gc=False, tag="submit", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
     """An operation was submitted; `after` and `waits` name the operations it was ordered after."""
 
-    number: int
-    at_ns: int
+    number: _Count
+    at_ns: _Count
     stream: str
     label: str
     session: str = ""
-    after: tuple[int, ...] = ()
-    waits: tuple[int, ...] = ()
-    payload_bytes: int = 0
+    after: tuple[_Maybe, ...] = ()
+    waits: tuple[_Maybe, ...] = ()
+    payload_bytes: _Count = 0
 
     def __str__(self) -> str:
         return f"operation {self.number} ({self.label} on {self.stream})"
 
 
-class Completed(msgspec.Struct, frozen=True, tag="complete", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
+class Completed(msgspec.Struct, frozen=True, gc=False, tag="complete", tag_field="record", omit_defaults=True, forbid_unknown_fields=True):
     """Its work ended; `started_ns` is -1 if it never ran. `error` is the exception's type, `message` its text."""
 
-    number: int
-    at_ns: int
-    started_ns: int = -1
+    number: _Count
+    at_ns: _Count
+    started_ns: _Maybe = -1
     error: str = ""
     message: str = ""
 
 
-class Awaited(msgspec.Struct, frozen=True, tag="await", tag_field="record", forbid_unknown_fields=True):
+class Awaited(msgspec.Struct, frozen=True, gc=False, tag="await", tag_field="record", forbid_unknown_fields=True):
     """A task began to wait for it."""
 
-    number: int
-    at_ns: int
+    number: _Count
+    at_ns: _Count
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="resume", tag_field="record", forbid_unknown_fields=True):
-    """A task goes on with its outcome."""
+class Resumed(msgspec.Struct, frozen=True, gc=False, tag="resume", tag_field="record", forbid_unknown_fields=True):
+    """A task waits for it no more: it has ended, or the task was cancelled."""
 
-    number: int
-    at_ns: int
+    number: _Count
+    at_ns: _Count
 
 
 Record = Submitted | Completed | Awaited | Resumed
@@ -124,11 +131,11 @@ class TapeRecorder:
 
     def completed(self, event: Event[Any], error: BaseException | None, at_ns: int) -> None:
         """See `Observer.completed`."""
-        assert self._began_ns is not None, f"{event!r} completed before anything was submitted"
-        started_ns, self._started_ns = self._started_ns, -1
-        began_ns = self._began_ns
-        at_ns = max(at_ns - began_ns, 0)
-        started_ns = started_ns - began_ns if started_ns >= 0 else -1
+        began_ns, started_ns, self._started_ns = self._began_ns, self._started_ns, -1
+        assert began_ns is not None, f"{event!r} completed before anything was submitted"
+        at_ns = max(at_ns - began_ns, 0)  # work that never ran has no time on every backend
+        if started_ns >= 0:
+            started_ns = max(started_ns - began_ns, 0)
         if error is None:
             self._add(Completed(event.number, at_ns, started_ns))
         else:
@@ -155,13 +162,14 @@ def submission_of(event: Event[Any], after: Sequence[Event[Any]], waits: Sequenc
     """The record of a submission."""
     return Submitted(
         event.number, at_ns, event.stream, event.label, event.session,
-        tuple([_number(one, event) for one in after]), tuple([_number(one, event) for one in waits]), payload_bytes,
+        _numbers(after, event) if after else (), _numbers(waits, event) if waits else (), payload_bytes,
     )  # fmt: skip
 
 
-def _number(one: Event[Any], of: Event[Any]) -> int:
-    mine = isinstance(one, Operation) and isinstance(of, Operation) and one.queue.backend is of.queue.backend
-    return one.number if mine else _ELSEWHERE
+def _numbers(events: Sequence[Event[Any]], of: Event[Any]) -> tuple[int, ...]:
+    """Of events; `_ELSEWHERE` for those of another backend than `of`'s."""
+    backend = of.queue.backend if isinstance(of, Operation) else None
+    return tuple([one.number if isinstance(one, Operation) and one.queue.backend is backend else _ELSEWHERE for one in events])
 
 
 class TapeFile:
@@ -256,29 +264,44 @@ class Tape:
         return max((record.at_ns for record in self.records), default=0)
 
     def check_numbers(self) -> None:
-        """Raise TapeMismatch at the first record that speaks of an operation the tape has not submitted before it."""
-        submitted: set[int] = set()
+        """Raise TapeMismatch at the first record that repeats another, or whose operation was never submitted or ends before it starts."""
+        flying: set[int] = set()
+        ended: set[int] = set()
         for place, record in enumerate(self.records, 2):
             if isinstance(record, Submitted):
-                submitted.add(record.number)
-            elif record.number not in submitted:
+                if record.number in flying or record.number in ended:
+                    raise TapeMismatch(f"line {place} submits operation {record.number} again")
+                flying.add(record.number)
+            elif record.number not in flying and record.number not in ended:
                 raise TapeMismatch(f"line {place} speaks of operation {record.number}, which no line before it submits")
+            elif isinstance(record, Completed):
+                if record.number in ended:
+                    raise TapeMismatch(f"line {place} completes operation {record.number} again")
+                if record.started_ns > record.at_ns:
+                    raise TapeMismatch(f"line {place} ends operation {record.number} at {record.at_ns} ns, before its start")
+                flying.discard(record.number)
+                ended.add(record.number)
 
     def encode(self) -> bytes:
         """The tape as the bytes of its file."""
         return _encoder.encode(self.header) + b"\n" + _encoder.encode_lines(self.records)
 
     def diff(self, other: "Tape") -> Difference | None:
-        """The first record where the tapes part, times and notes aside; None if nowhere. Sessions may have other names, one for one."""
+        """The first submission or completion where the tapes part, times and notes aside; None if nowhere.
+
+        Sessions may have other names, one for one. Waits are not compared: when a task goes on is the host's affair, no stream's.
+        """
         mine, theirs = _Anonymous(), _Anonymous()
         names = {record.number: str(record) for tape in (other, self) for record in tape.records if isinstance(record, Submitted)}
-        for place in range(max(len(self.records), len(other.records))):
-            left = self.records[place] if place < len(self.records) else None
-            right = other.records[place] if place < len(other.records) else None
+        for (place, left), (other_place, right) in zip_longest(self._events(), other._events(), fillvalue=(-1, None)):
             if mine.essence(left) != theirs.essence(right):
                 number = next(record.number for record in (left, right) if record is not None)
-                return Difference(place, left, right, names.get(number, f"operation {number}"))
+                return Difference(other_place if left is None else place, left, right, names.get(number, f"operation {number}"))
         return None
+
+    def _events(self) -> Iterator[tuple[int, Record | None]]:
+        """Submissions and completions with their places among the records."""
+        return ((place, record) for place, record in enumerate(self.records) if isinstance(record, Submitted | Completed))
 
 
 class _Anonymous:

@@ -16,6 +16,7 @@ from streams import Tape
 from streams.tape import Submitted
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import small
+from tests.streams.trace_reader import read_trace
 
 Lines = list[dict[str, Any]]
 PROMPT, TOKENS = 70, 6
@@ -257,33 +258,29 @@ def test_two_records_of_one_run_part_at_an_event(tape: Path, tmp_path: Path, cap
     assert "layer.2.attend" not in printed
 
 
-def test_the_chrome_trace_keeps_to_its_format(tape: Path, tmp_path: Path) -> None:
-    """Events have the fields of their phase, spans are paired and ordered, each stream and session has its row, all work is there."""
+def test_the_chrome_trace_is_drawn_whole(tape: Path, tmp_path: Path) -> None:
+    """As Perfetto reads it: a row for each stream, session and wait, all work on both its rows, all that it came after as arrows."""
     path = tmp_path / "trace.json"
     assert forebay("export", str(tape), "--out", str(path)) == 0
-    trace = json.loads(path.read_bytes())
-    assert trace["displayTimeUnit"] in ("ms", "ns")
-    events, submitted = trace["traceEvents"], [line for line in lines_of(tape) if line["record"] == "submit"]
-    needs = {"M": {"args"}, "X": {"ts", "dur"}, "i": {"ts", "s"}, "b": {"ts", "id", "cat"}, "e": {"ts", "id", "cat"}}
-    needs |= {"s": {"ts", "id", "cat"}, "f": {"ts", "id", "cat", "bp"}}
-    for event in events:
-        assert {"name", "ph", "pid", "tid"} | needs[event["ph"]] <= event.keys()
-        assert all(isinstance(event[field], int) for field in ("pid", "tid"))
-        assert all(event.get(field, 0) >= 0 for field in ("ts", "dur"))
-    for begin, end in (("b", "e"), ("s", "f")):
-        begun = {(one["cat"], one["id"]): one["ts"] for one in events if one["ph"] == begin}
-        ended = {(one["cat"], one["id"]): one["ts"] for one in events if one["ph"] == end}
-        assert begun.keys() == ended.keys()
-        assert all(begun[key] <= ended[key] for key in begun)
-        assert len(begun) == sum(one["ph"] == begin for one in events)  # no id is used twice
-    rows = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    assert rows >= {line["stream"] for line in submitted} | {line["session"] for line in submitted if line.get("session")}
-    assert any("copyback" in row for row in rows)
-    assert sorted(one["args"]["number"] for one in events if one["ph"] == "X") == sorted(line["number"] for line in submitted)
+    submitted = [line for line in lines_of(tape) if line["record"] == "submit"]
+    drawn = read_trace(path.read_bytes())
+    streams = dict.fromkeys(("streams", line["stream"]) for line in submitted)
+    sessions = dict.fromkeys(("sessions", line["session"]) for line in submitted if line.get("session"))
+    assert any("copyback" in name for _, name in streams)
+    assert len(sessions) == 1
+    assert drawn.rows == [*streams, *sessions, ("host", "waits")]
+    for process, field in (("streams", "stream"), ("sessions", "session")):
+        shown = sorted((one.row, one.args["number"]) for one in drawn.slices if one.process == process)
+        assert shown == sorted((line[field], line["number"]) for line in submitted if line.get(field))
+    arrows = sorted((one.args["number"], other.args["number"]) for one, other in drawn.arrows)
+    assert arrows == sorted((before, line["number"]) for line in submitted for before in set(line.get("after", ())))
+    waits = [line for line in lines_of(tape) if line["record"] == "await"]
+    assert len(waits) >= TOKENS - 1, "the host waits for each step"
+    assert len(drawn.row("waits")) == len(waits)
 
 
 def test_the_picture_shows_the_asked_part(tape: Path, tmp_path: Path) -> None:
-    """The picture of half a tape is XML with a row for each stream and fewer operations than that of the whole."""
+    """The picture of half a tape is XML with a row for each stream and fewer operations and waits than that of the whole."""
     import xml.etree.ElementTree as tree
 
     length_ms = max(line.get("at_ns", 0) for line in lines_of(tape)) / 1e6
@@ -295,7 +292,7 @@ def test_the_picture_shows_the_asked_part(tape: Path, tmp_path: Path) -> None:
         texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
         assert texts >= {line["stream"] for line in lines_of(tape) if line["record"] == "submit"}
         found.append(len(list(drawn.iter("{http://www.w3.org/2000/svg}title"))))
-    assert 0 < found[1] < found[0] == sum(line["record"] == "submit" for line in lines_of(tape))
+    assert 0 < found[1] < found[0] == sum(line["record"] in ("submit", "await") for line in lines_of(tape))
 
 
 def test_a_tape_of_a_model_that_is_not_here(tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
