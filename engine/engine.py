@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import torch
 
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
+from engine.device import device_of, streams_of
 from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
 from engine.generation import Generation
 from engine.loop import StepLoop
@@ -38,7 +38,7 @@ from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from kernels.layout import BLOCK_ROWS
-from streams import Backend, CpuBackend, Observer
+from streams import Backend
 
 __all__ = ["Engine", "Statistics"]
 
@@ -103,7 +103,7 @@ class Engine:
         if not __debug__:
             raise BadSetting("python -O removes the checks that protect the rows; run without it")
         config = config or EngineConfig()
-        device = _device_of(config)
+        device = device_of(config)
         directory = Path(model)
         load = functools.partial(
             load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
@@ -111,7 +111,7 @@ class Engine:
         )  # fmt: skip
         weights: Model = await asyncio.to_thread(load)
         tape = None if backend is not None or not config.tape else _open_tape(config.tape)
-        owned = None if backend is not None else _streams_of(device, None if tape is None else tape.recorder)
+        owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder)
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
@@ -153,6 +153,11 @@ class Engine:
             raise group_failure.exceptions[0] from None  # the loop's own: it is the only task
         if failure is not None:
             raise failure
+
+    @property
+    def stage(self) -> Stage:
+        """What the steps touch: for those who measure."""
+        return self._stage
 
     @property
     def ready(self) -> bool:
@@ -333,26 +338,6 @@ class Engine:
 def _name_of(directory: Path) -> str:
     """The directory's own name, as the model's; also for "." and the like."""
     return directory.absolute().resolve().name
-
-
-def _device_of(config: EngineConfig) -> torch.device:
-    """Where the model runs. Raises BadSetting: there is no such device."""
-    present = torch.cuda.is_available()
-    if config.device == "cuda" and not present:
-        raise BadSetting("device cuda: no GPU is usable here (forebay doctor says what it sees); use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if present and config.device != "cpu" else torch.device("cpu")
-
-
-def _streams_of(device: torch.device, observer: Observer | None) -> Backend:
-    """The device's own streams."""
-    if device.type == "cpu":
-        return CpuBackend(observer)
-    from streams.device import DeviceBackend
-
-    # Sums of a row must not depend on how a library splits them, nor be rounded to less than the dtype says.
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return DeviceBackend(device, observer)
 
 
 async def _open_stage(weights: Model, config: EngineConfig, streams: Backend, context_max: int) -> Stage:

@@ -25,15 +25,15 @@ from engine.bench.floor import StepBytes, step_bytes
 from engine.bench.probe import Probe, Window
 from engine.chunk import Chunk
 from engine.config import EngineConfig
+from engine.device import device_of, streams_of
 from engine.engine import Engine
 from engine.errors import BadSetting, ForebayError
 from engine.generation import Generation
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.sampling import Sampling
-from streams import CpuBackend
-from streams.device import DeviceBackend
+from streams import Backend
 
-__all__ = ["Arm", "Load", "Watch", "device_of", "run_arm", "seeded_prompt", "watched_engine"]
+__all__ = ["Arm", "Load", "Watch", "forget_engines", "run_arm", "seeded_prompt", "watched_engine"]
 
 _SEED = 20_240_101
 _IDS = 1_000  # ids below this are in every real vocabulary; a smaller one gives all it has
@@ -119,12 +119,6 @@ class _Taken:
             self.cpu_s.append(time.thread_time())
 
 
-def device_of(config: EngineConfig) -> torch.device:
-    """Where an engine of these settings runs."""
-    on_device = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if on_device else "cpu")
-
-
 def seeded_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
     """Ids that are the same every time."""
     return tuple(random.Random(_SEED).choices(range(min(_IDS, vocabulary)), k=tokens))
@@ -134,33 +128,46 @@ def seeded_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
 async def watched_engine(load: Load, config: EngineConfig, progress: Progress) -> AsyncIterator[tuple[Engine, Probe | None]]:
     """An engine for the length of the block, on streams that a probe observes unless the load has no probe tokens."""
     device = device_of(config)
-    probe, backend = None, None
+    probe: Probe | None = None
+    backend: Backend | None = None
     if load.probe_tokens:
         probe = Probe(counts_rounds=device.type != "cpu")
-        backend = DeviceBackend(device, probe) if device.type != "cpu" else CpuBackend(probe)
+        backend = streams_of(device, probe)
     try:
         async with Engine.open(load.model, config, progress=progress, backend=backend) as engine:
             yield engine, probe
     finally:
         if backend is not None:
             await backend.close()
-        gc.collect()
-        if device.type != "cpu":
-            torch.cuda.empty_cache()
 
 
 async def run_arm(load: Load, config: EngineConfig, watch: Watch) -> Arm:
     """One generation. Raises ForebayError, as opening an engine and generating do."""
+    try:
+        return await _run_alone(load, config, watch)
+    finally:
+        await forget_engines(config)
+
+
+async def forget_engines(config: EngineConfig) -> None:
+    """Give back what a closed engine held, once no frame holds it: the next one counts what the device has free."""
+    await asyncio.sleep(0)  # what ended with the engine has its last callbacks
+    gc.collect()
+    if device_of(config).type != "cpu":
+        torch.cuda.empty_cache()
+
+
+async def _run_alone(load: Load, config: EngineConfig, watch: Watch) -> Arm:
     placement = config.placement
     async with watched_engine(load, config, lambda done, total: watch(f"{placement}: loading", done, total)) as (engine, probe):
-        prompt = seeded_prompt(engine._stage.model.config.vocabulary, load.prompt_tokens)
+        prompt = seeded_prompt(engine.stage.model.config.vocabulary, load.prompt_tokens)
         return await measure(engine, load, prompt, probe, watch)
 
 
 async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | None, watch: Watch, session: SessionId | None = None) -> Arm:
     """One generation of an open engine. `session`: continue it; the load's history is for a session of its own."""
     sampling = Sampling(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
-    stage, placement = engine._stage, engine.config.placement
+    stage, placement = engine.stage, engine.config.placement
     first, last = load.warmup_tokens - 1, load.warmup_tokens + load.new_tokens - 1
     memory = _Memory(engine)
     taken, window = _Taken(), None
@@ -225,7 +232,7 @@ class _Memory:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._device = engine._stage.pool.device
+        self._device = engine.stage.device
         self._held = engine.statistics().device_bytes
         self.long_lived_bytes = self._held
         self.transient_bytes: int | None = None

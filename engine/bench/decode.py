@@ -17,9 +17,10 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from engine.bench.arm import Arm, Load, Watch, device_of, run_arm
+from engine.bench.arm import Arm, Load, Watch, run_arm
 from engine.bench.floor import copy_bandwidth
 from engine.config import EngineConfig
+from engine.device import device_of
 from engine.errors import BadSetting
 
 __all__ = ["Comparison", "DecodePlan", "added_us", "arm_fields", "as_json", "compare", "first_difference", "table"]

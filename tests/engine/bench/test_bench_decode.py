@@ -1,6 +1,7 @@
 """`forebay bench decode`: floors from known tensors, outputs before speed, what is said where, and bad lines."""
 
 import dataclasses
+import gc
 import io
 import json
 from pathlib import Path
@@ -11,14 +12,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from engine.bench.arm import Arm, Load
+from engine.bench.arm import Arm, Load, run_arm
 from engine.bench.decode import Comparison, DecodePlan, added_us, as_json, compare, first_difference, table
 from engine.bench.floor import StepBytes, copy_bandwidth, step_bytes
 from engine.bench.probe import Window, busy_ns, work_ns
 from engine.commands.line import run_line
 from engine.errors import BadRequest, BadSetting, ForebayError
 from engine.model.bytes import step_weights
-from engine.model.glm import load_model
+from engine.model.glm import Model, load_model
 from engine.protocol import SyntheticHistory
 from kernels.layout import BlockLayout
 from memory.rounds import ResidentRounds
@@ -122,6 +123,14 @@ async def test_both_placements_are_compared(model: Path, history: SyntheticHisto
     # Every step since the counts were first taken reads eight picks in each of three groups.
     assert (offload.hits + offload.misses + offload.ring_reads) % 24 == 0
     assert offload.hits + offload.misses + offload.ring_reads >= 6 * 24
+
+
+async def test_an_arm_leaves_no_weights(model: Path) -> None:
+    """When an arm is over, nothing holds its model: the next one has the device to itself."""
+    gc.collect()
+    before = sum(type(one) is Model for one in gc.get_objects())
+    await run_arm(load(model), small(), quiet)
+    assert sum(type(one) is Model for one in gc.get_objects()) == before
 
 
 async def test_without_probe_tokens_nothing_observes(model: Path) -> None:

@@ -1,0 +1,29 @@
+"""Where an engine runs, and the streams of that place. Chosen once, when an engine is opened."""
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import BadSetting
+from streams import Backend, CpuBackend, Observer
+
+__all__ = ["device_of", "streams_of"]
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """Where the model runs. Raises BadSetting: there is no such device."""
+    present = torch.cuda.is_available()
+    if config.device == "cuda" and not present:
+        raise BadSetting("device cuda: no GPU is usable here (forebay doctor says what it sees); use --device cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if present and config.device != "cpu" else torch.device("cpu")
+
+
+def streams_of(device: torch.device, observer: Observer | None) -> Backend:
+    """The device's own streams."""
+    if device.type == "cpu":
+        return CpuBackend(observer)
+    from streams.device import DeviceBackend
+
+    # Sums of a row must not depend on how a library splits them, nor be rounded to less than the dtype says.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    return DeviceBackend(device, observer)
