@@ -29,8 +29,8 @@ class Run:
 
 
 def small(**changes: object) -> EngineConfig:
-    """Settings for tiny models: a small arena, f32 rows."""
-    settings: dict[str, object] = {"host_memory_bytes": 64 << 20, "row_format": "f32", "append_chunk_rows": 64, **changes}
+    """Settings for tiny models: a small arena, f32 rows, the CPU whatever the machine has."""
+    settings: dict[str, object] = {"device": "cpu", "host_memory_bytes": 64 << 20, "row_format": "f32", "append_chunk_rows": 64, **changes}
     return EngineConfig(**settings)  # type: ignore[arg-type]  # field names are checked by the dataclass itself
 
 

@@ -33,19 +33,20 @@ class FlatRun:
         self.logical = 0
         self.gap = float("inf")
         self.rounding_gap = float("inf")
-        layers = len(model.row_layers)
-        self.latent = torch.full((layers, positions_max, self.config.latent), float("nan"))
-        self.rope_key = torch.full((layers, positions_max, self.config.rope), float("nan"))
+        layers, self.device = len(model.row_layers), model.device
+        self.latent = torch.full((layers, positions_max, self.config.latent), float("nan"), device=self.device)
+        self.rope_key = torch.full((layers, positions_max, self.config.rope), float("nan"), device=self.device)
         self.layout = KeyLayout("bf16" if keys == "bf16" else "f32", self.config.index_width)
         self._pages = -(-positions_max // PAGE_KEYS)
         key_bytes = self.layout.key_bytes
         dtype = torch.bfloat16 if keys == "bf16" else torch.float32
-        self._keys = torch.full((layers, self._pages * PAGE_KEYS, key_bytes // dtype.itemsize), float("nan"), dtype=dtype)
+        keys_shape = (layers, self._pages * PAGE_KEYS, key_bytes // dtype.itemsize)
+        self._keys = torch.full(keys_shape, float("nan"), dtype=dtype, device=self.device)
         self.hidden = torch.empty(0, self.config.hidden)
 
     def append(self, ids: Tensor) -> Tensor:
         """Run ids [T] as the next positions. Returns: logits [T, V]; `hidden` [T, H] is what the MTP block would read."""
-        positions = torch.arange(self.logical, self.logical + ids.shape[0])
+        positions = torch.arange(self.logical, self.logical + ids.shape[0], device=self.device)
         cos, sin = self.model.rope(positions)
         x = self.model.embed(ids)
         selection = torch.empty(0)
@@ -59,7 +60,7 @@ class FlatRun:
         """Run MTP rows (hidden [T, H] of positions first - 1.., ids [T] at positions first..). Returns: draft logits [T, V]."""
         mtp = self.model.mtp
         assert mtp is not None
-        positions = torch.arange(first, first + ids.shape[0])
+        positions = torch.arange(first, first + ids.shape[0], device=self.device)
         cos, sin = self.model.rope(positions)
         x = self.mtp_input(ids, hidden)
         local = len(self.model.layers)
@@ -77,7 +78,7 @@ class FlatRun:
         qr = layer.mla.project_latent(u)
         latent, rope_key = layer.mla.project_row(u, cos, sin)
         self.rounding_gap = min(self.rounding_gap, rounding_gap(latent, rope_key, self.rows))
-        self.latent[local, positions], self.rope_key[local, positions] = rounded_row(latent, rope_key, self.rows)
+        self.latent[local, positions], self.rope_key[local, positions] = rounded_row(latent.float(), rope_key.float(), self.rows)
         if layer.indexer is not None:
             key = layer.indexer.index_key(u, cos, sin)
             if self.layout.encoding == "bf16":
@@ -99,14 +100,14 @@ class FlatRun:
 
     def scores(self, local: int, query: Tensor, head_weights: Tensor, keys: int) -> Tensor:
         """Index scores [T, whole pages] of the first `keys` keys."""
-        out = torch.full((query.shape[0], self._pages * PAGE_KEYS), float("nan"))
-        pages = self._keys[local].data_ptr() + torch.arange(self._pages) * self.layout.page_bytes
+        out = torch.full((query.shape[0], self._pages * PAGE_KEYS), float("nan"), device=self.device)
+        pages = self._keys[local].data_ptr() + torch.arange(self._pages, device=self.device) * self.layout.page_bytes
         index_scores(query, head_weights, pages[: -(-keys // PAGE_KEYS)], keys, self.layout, out)
         return out
 
     def choose(self, scores: Tensor, positions: Tensor, lowest: int) -> Tensor:
         """The selection, int32 [T, k], of rows at `positions`."""
-        out = torch.full((positions.shape[0], self.top_k), -7, dtype=torch.int32)
+        out = torch.full((positions.shape[0], self.top_k), -7, dtype=torch.int32, device=self.device)
         first = torch.full_like(positions, lowest)
         select(scores, first, positions + 1, self.top_k, out)
         self._note_edges(scores, positions, lowest)
@@ -126,6 +127,7 @@ class FlatRun:
         router = getattr(layer.mlp, "router", None)
         if router is None:
             return
+        x = x.float()
         y32 = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.norm_eps) * layer.output_norm
         choice = torch.sigmoid(y32 @ router.T) + layer.mlp.bias
         kept = self.config.expert_groups_kept
@@ -133,7 +135,7 @@ class FlatRun:
             grouped = choice.view(choice.shape[0], self.config.expert_groups, -1)
             ranked, order = grouped.topk(2).values.sum(-1).sort(descending=True)
             self.gap = min(self.gap, float((ranked[:, kept - 1] - ranked[:, kept]).min()))
-            dropped = torch.ones(ranked.shape, dtype=torch.bool).scatter(1, order[:, :kept], False)
+            dropped = torch.ones(ranked.shape, dtype=torch.bool, device=self.device).scatter(1, order[:, :kept], False)
             choice = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
         ranked = choice.sort(descending=True).values
         per_token = self.config.experts_per_token

@@ -1,0 +1,118 @@
+"""The whole engine on a card: offload and resident, replays and steps issued anew, any company, and the CPU's tokens. Run with `-m gpu`."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.sampling import Sampling
+from tests.engine.model.parity import configurations, make_checkpoint, named, prompt_ids, transformers_logits
+from tests.engine.runs import Run, collect, greedy, run, small
+from tests.engine.test_engine_exactness import HOT, LENGTHS, NAME, TOP_K, ids
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = 1e-3  # of float32 forward passes on two devices, on logits of size 10
+MANY_STEPS = 10_000
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {each.name: make_checkpoint(directory, each.name) for each in configurations()}
+
+
+def card(**changes: object) -> EngineConfig:
+    return small(**{"device": "cuda", "dtype": "f32", **changes})
+
+
+@pytest.mark.parametrize("name", [each.name for each in configurations()])
+async def test_card_agrees_with_transformers(checkpoints: dict[str, Path], name: str) -> None:
+    """Logits in float32 (TF32 off) of an appended prompt and of replayed steps lie within 1e-3 of transformers' on the CPU."""
+    chosen = named(name)
+    prompt = prompt_ids(chosen).tolist()
+    tokens = 24 if chosen.rows == "f32" else 1
+    result = await run(checkpoints[name], card(row_format=chosen.rows, index_key_format=chosen.keys), [(prompt, tokens)])
+    expected = transformers_logits(checkpoints[name], torch.tensor(result.context[:-1]), chosen.rows, chosen.keys)[len(prompt) - 1 :]
+    worst = max(float((got - want).abs().max()) for got, want in zip(result.logits, expected, strict=True))
+    assert worst <= TOLERANCE, f"largest logit difference {worst}"
+
+
+@pytest.mark.parametrize("rows", ["f32", "q8g64"])
+@pytest.mark.parametrize("hot", [TOP_K, HOT])
+async def test_offload_is_resident(checkpoints: dict[str, Path], rows: str, hot: int) -> None:
+    """Tokens and logits are equal to the bit for histories across every boundary, replayed or issued anew."""
+    missed = 0
+    for length in LENGTHS:
+        turns = [(ids(length, length), 6), (ids(3, 1), 70)]
+        runs = [
+            await run(checkpoints[NAME], card(placement=placement, row_format=rows, hot_rows=hot, graphs=graphs), turns)
+            for placement, graphs in (("resident", "off"), ("offload", "on"), ("offload", "off"))
+        ]
+        for other in runs[1:]:
+            assert other.same_bits(runs[0]), f"{rows} rows, history {length}, hot cache {hot}"
+        assert runs[1].statistics is not None
+        missed += runs[1].statistics.misses
+    assert missed > 0, "nothing was ever read from RAM: the comparison proves nothing"
+
+
+@pytest.mark.parametrize("sessions", [2, 3, 4, 8, 16, 64])
+async def test_company_changes_no_bit(checkpoints: dict[str, Path], sessions: int) -> None:
+    """A session's logits do not depend on how many others decode beside it, nor on padding."""
+    turns = [[(ids(20 + 3 * number, number), 6)] for number in range(sessions)]
+    config = card(row_format="q8g64", hot_rows=TOP_K, decode_batch_limit=64, host_memory_bytes=256 << 20)
+    async with Engine.open(checkpoints[NAME], config) as engine:
+        together = await asyncio.gather(*(collect(engine, one) for one in turns))
+        assert engine.statistics().steps < sessions * 6, "the sessions never shared a step"
+        for number in range(0, sessions, max(1, sessions // 4)):
+            assert together[number].same_bits(await collect(engine, turns[number])), f"session {number} of {sessions}"
+
+
+async def test_sampled_tokens_are_the_cpus(checkpoints: dict[str, Path]) -> None:
+    """Seeded sampling with penalties gives the CPU's tokens: noise and filters are one definition (float32 logits differ by 1e-5)."""
+    sampling = Sampling(max_tokens=40, temperature=0.8, top_p=0.95, top_k=40, seed=3, repetition_penalty=1.1, ignore_eos=True)
+    turns = [(ids(70, 5), 40)]
+    here = await run(checkpoints[NAME], card(), turns, sampling)
+    assert here.tokens == (await run(checkpoints[NAME], small(), turns, sampling)).tokens
+
+
+@pytest.mark.slow
+async def test_ten_thousand_replays_mirror_what_resident_holds(checkpoints: dict[str, Path]) -> None:
+    """After 10,000 replayed steps every mirrored row and key of the offloaded session equals the resident one's, to the byte."""
+    prompt = ids(100, 9)
+    contents = []
+    for placement in ("offload", "resident"):
+        config = card(placement=placement, row_format="q8g64", hot_rows=HOT, context_max=0, host_memory_bytes=256 << 20)
+        async with Engine.open(checkpoints[NAME], config) as engine:
+            tokens = min(MANY_STEPS, engine.context_max - len(prompt) - 2)
+            session = await engine.create_session()
+            kept: list[int] = []
+            sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            async for chunk in engine.generate(prompt, sampling, session=session):
+                kept.extend(chunk.token_ids)
+            memory = engine._sessions[session].memory
+            assert memory is not None
+            await engine._loop.wait_idle()
+            await memory.operations.settle()
+            whole = memory.counts.committed // 64
+            blocks = torch.stack([memory.history.view(block).cpu() for block in range(whole)])
+            contents.append((kept, blocks))
+    assert len(contents[0][0]) > 64 * 16, "too few steps to mean anything"
+    assert contents[0][0] == contents[1][0]
+    assert torch.equal(contents[0][1], contents[1][1])
+
+
+async def test_eager_company_of_appends(checkpoints: dict[str, Path]) -> None:
+    """A long prompt appended in chunks beside decoding sessions changes nobody's bits."""
+    config = card(row_format="q8g64", hot_rows=TOP_K, append_chunk_rows=64)
+
+    async def talk(engine: Engine, number: int, rows: int, tokens: int) -> Run:
+        return await collect(engine, [(ids(rows, number), tokens)], greedy(tokens))
+
+    async with Engine.open(checkpoints[NAME], config) as engine:
+        together = await asyncio.gather(talk(engine, 1, 30, 60), talk(engine, 2, 700, 8), talk(engine, 3, 90, 40))
+        alone = [await talk(engine, 1, 30, 60), await talk(engine, 2, 700, 8), await talk(engine, 3, 90, 40)]
+    for number, (one, other) in enumerate(zip(together, alone, strict=True)):
+        assert one.same_bits(other), f"session {number}"
