@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import torch
 
 from engine.commands.line import run_line
 from engine.config import ServerConfig
@@ -40,6 +41,18 @@ async def test_the_engine_runs_on_random_weights(bare: Path) -> None:
     assert first.same_bits(again)
     assert first.same_bits(resident)
     assert len(set(first.tokens)) > 4
+
+
+async def test_the_engine_runs_in_bfloat16(bare: Path) -> None:
+    """In bfloat16 on the CPU: offload and resident equal to the bit, in one chunk and in many, and unlike float32."""
+    turns = [(PROMPT * 8, 8), (PROMPT, 8)]
+    config = {"load_format": "random", "dtype": "bf16", "row_format": "q8g64"}
+    offload = await run(bare, small(hot_rows=24, **config), turns)
+    resident = await run(bare, small(placement="resident", append_chunk_rows=33, **config), turns)
+    assert offload.same_bits(resident)
+    assert all(torch.equal(row, row.bfloat16().float()) for row in offload.logits)
+    wide = await run(bare, small(**config | {"dtype": "f32"}), turns)
+    assert not offload.same_bits(wide)
 
 
 async def test_a_name_needs_random_weights_and_room() -> None:

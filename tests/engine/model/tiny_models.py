@@ -123,10 +123,10 @@ def _moe(draw: _Draw, prefix: str, shape: ModelConfig) -> dict[str, Tensor]:
     return tensors | _mlp(draw, f"{prefix}shared_experts.", shape.hidden, shape.shared_width)
 
 
-def quantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def quantised(tensors: Mapping[str, Tensor], block: tuple[int, int] = FP8_BLOCK) -> dict[str, Tensor]:
     """The block-FP8 form: projections in float8 with a float32 scale a block, other tensors as they are."""
     stored: dict[str, Tensor] = {}
-    rows, columns = FP8_BLOCK
+    rows, columns = block
     for name, tensor in tensors.items():
         if any(kept in name for kept in _KEPT):
             stored[name] = tensor
@@ -136,9 +136,9 @@ def quantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         packed = torch.empty(out, into, dtype=torch.float8_e4m3fn)
         for i in range(scale.shape[0]):
             for j in range(scale.shape[1]):
-                block = tensor[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-                scale[i, j] = block.abs().max() / 448.0
-                packed[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = (block / scale[i, j]).to(torch.float8_e4m3fn)
+                part = tensor[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                scale[i, j] = part.abs().max() / 448.0
+                packed[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = (part / scale[i, j]).to(torch.float8_e4m3fn)
         stored[name], stored[f"{name}_scale_inv"] = packed, scale
     return stored
 
@@ -166,6 +166,7 @@ def write_checkpoint(
     shards: int = 1,
     merged: bool = False,
     fp8: bool = False,
+    block: tuple[int, int] = FP8_BLOCK,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write a Hugging Face directory: several files with an index when `shards` > 1, merged experts, block-FP8, or another dtype."""
@@ -173,9 +174,9 @@ def write_checkpoint(
     described = dict(config)
     stored = {name: tensor if "correction_bias" in name else tensor.to(dtype) for name, tensor in tensors.items()}
     if fp8:
-        stored = quantised(stored)
+        stored = quantised(stored, block)
         described["quantization_config"] = {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK),
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
             "modules_to_not_convert": ["model.layers.0.self_attn.indexers_proj"],
         }  # fmt: skip
     if merged:
