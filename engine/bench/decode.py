@@ -136,11 +136,11 @@ def _loop_work_us(arm: Arm) -> float | None:
     return arm.window.loop_work_ns / 1e3 / steps
 
 
-def as_json(plan: DecodePlan, found: Comparison, date: str, machine: dict[str, Any]) -> dict[str, Any]:
+def as_json(plan: DecodePlan, found: Comparison, machine: dict[str, Any]) -> dict[str, Any]:
     """Everything. Bytes a second for the bandwidth, only from a device."""
     shown = found.equal and found.absolute
     return {
-        "version": _VERSION, "kind": "decode", "date": date, "outputs_equal": found.equal,
+        "version": _VERSION, "kind": "decode", "outputs_equal": found.equal,
         "first_difference": first_difference(found.arms) or None,
         "arms": [arm_fields(found, arm) for arm in found.arms],
         "added_us_a_step": added_us(found.arms) if shown else None,

@@ -6,7 +6,6 @@ The table goes to standard output, all else to standard error. Exit code: 0 all 
 import argparse
 import asyncio
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from engine.bench.arm import Load
     from engine.bench.decode import Comparison, DecodePlan
 
-__all__ = ["COMMAND", "add_load", "load_of", "now"]
+__all__ = ["COMMAND", "add_load", "load_of"]
 
 _COUNTS = ("prompt_tokens", "warmup_tokens", "new_tokens", "probe_tokens")
 
@@ -54,11 +53,6 @@ def load_of(invocation: Invocation) -> "Load":
     return Load(model=model, **given)
 
 
-def now() -> str:
-    """When something was measured, in UTC."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """What to run, and in which order."""
     add_load(parser)
@@ -77,7 +71,7 @@ async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
         bars.close()
     if target is not None:
         facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
-        write_json(target, as_json(plan, found, now(), facts))
+        write_json(target, as_json(plan, found, facts))
     return found
 
 

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ __all__ = ["commit", "driver", "machine"]
 _PACKAGES = ("forebay", "torch", "triton", "aiohttp", "uvloop")
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROBE_S = 120.0
+_HASH = re.compile(r"[0-9a-f]{40,64}")
 # In a process of its own: a context of ours would stay on the device that is measured.
 _PROBE = """
 import json, torch
@@ -38,9 +40,16 @@ def _output(words: list[str], timeout_s: float) -> str | None:
 
 
 def commit(root: Path = _ROOT) -> dict[str, Any] | None:
-    """The commit this code stands at and whether files differ from it; None outside a clone or without git."""
+    """The commit this code stands at and whether files differ from it (None: unknown); None outside a clone or without git.
+
+    A copy without a clone may say where it came from in a file `.commit`: what `git rev-parse HEAD` printed.
+    """
     if not (root / ".git").exists():
-        return None
+        try:
+            said = (root / ".commit").read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+        return {"commit": said, "changed_files": None} if _HASH.fullmatch(said) else None
     found = _output(["git", "-C", str(root), "rev-parse", "HEAD"], 10.0)
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"], 30.0)
     return None if found is None or changed is None else {"commit": found, "changed_files": len(changed.splitlines())}
@@ -71,8 +80,10 @@ def _cpu(tree: Tree) -> str | None:
 def machine(*, probe: bool) -> dict[str, Any]:
     """Everything, as JSON values. `probe`: ask for the devices too, which takes seconds. May wait: not for the loop's thread."""
     tree = Tree()
+    measured_at = datetime.now(UTC).isoformat(timespec="seconds")
     probed = _output([sys.executable, "-c", _PROBE], _PROBE_S) if probe else None
     return {
+        "date": measured_at,
         "device": json.loads(probed.splitlines()[-1]) if probed else None,
         "driver": driver(tree),
         "cpu": _cpu(tree),

@@ -29,7 +29,7 @@ __all__ = ["ServerFailed", "serve_words", "server_process"]
 
 log = structlog.get_logger()
 
-_STOP_S = 30.0
+_STOP_S = 120.0  # a drain, and giving back a large arena's registered memory
 _LINE_BYTES_MAX = 2**20
 _TAIL = 20
 

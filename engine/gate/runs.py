@@ -8,6 +8,7 @@ Invariants:
 3. What a run reads of the server's counts is of its measured request alone.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 _WARMUP_PROMPT_TOKENS = 64
 _SILENCE_S = 3_600.0  # longest time without a byte: a million rows may be appended before the first token
-_COUNTS = ("hits", "misses", "ring_reads")
+_ENDING_S, _ENDING_CHECKS = 0.05, 600  # an answer that was left ends within a step or a chunk of its prompt
 
 Start = Callable[[Arm], AbstractAsyncContextManager[str]]  # a fresh server; yields its address
 
@@ -49,8 +50,11 @@ def _body(ids: tuple[int, ...], new_tokens: int, plan: Plan, *, warm: bool) -> d
     return body
 
 
-async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Callable[[int], None]) -> AnswerReader:
-    """Stream one completion to its end. Raises RunFailed; BadSetting when the server says that it can never be served."""
+async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Callable[[int], None], enough: int = 0) -> AnswerReader:
+    """Stream one completion to its end. Raises RunFailed; BadSetting when the server says that it can never be served.
+
+    Args: enough: leave once so many tokens have come; 0: never.
+    """
     reader, events = AnswerReader(time.perf_counter()), Events()
     async with client.post("/v1/completions", json=body) as response:
         if response.status != 200:
@@ -63,15 +67,32 @@ async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Calla
             for payload in events.feed(piece):
                 reader.take(at_s, payload)
             watch(reader.tokens)
+            if 0 < enough <= reader.tokens:
+                break
     return reader
 
 
-async def _counts(client: aiohttp.ClientSession) -> dict[str, int]:
+async def _statistics(client: aiohttp.ClientSession) -> dict[str, int]:
     async with client.get("/statistics") as response:
         if response.status != 200:
             raise RunFailed(f"/statistics answered {response.status}: {await said_of(response)}")
-        found = await response.json()
-        return {name: found[name] for name in _COUNTS}
+        found: dict[str, int] = await response.json()
+        return found
+
+
+async def _warm_up(client: aiohttp.ClientSession, ids: tuple[int, ...], plan: Plan) -> None:
+    """A short answer in a session as long as the measured one's, left once its tokens have come.
+
+    Kernels are compiled and steps recorded for the room that a session has, not for the rows it holds: a short one would warm up others.
+    """
+    prompt = ids[:_WARMUP_PROMPT_TOKENS]
+    room = (0 if plan.history is None else plan.history.rows) + len(ids) + plan.new_tokens - len(prompt)
+    await _ask(client, _body(prompt, max(plan.warmup_tokens, room), plan, warm=True), _ignore, enough=plan.warmup_tokens)
+    for _ in range(_ENDING_CHECKS):
+        if not (await _statistics(client))["running"]:
+            return
+        await asyncio.sleep(_ENDING_S)
+    raise RunFailed("the answer that warms up was left and did not end")
 
 
 def _ignore(tokens: int) -> None:
@@ -115,10 +136,10 @@ class Runs:
             self.prompt = await prompt_ids(client, plan)
         ids = self.prompt.ids
         if plan.warmup_tokens:  # whatever it fails with, the measured request would too
-            await _ask(client, _body(ids[:_WARMUP_PROMPT_TOKENS], plan.warmup_tokens, plan, warm=True), _ignore)
-        before = await _counts(client)
+            await _warm_up(client, ids, plan)
+        before = await _statistics(client)
         read = await _ask(client, _body(ids, plan.new_tokens, plan, warm=False), lambda done: self._watch(title, done, plan.new_tokens))
-        after = await _counts(client)
+        after = await _statistics(client)
         answer = read.answer(plan.new_tokens)
         if answer.prompt_token_ids[-len(ids) :] != ids:
             raise RunFailed("the server answered another prompt than the one it was sent")

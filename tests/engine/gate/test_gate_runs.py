@@ -55,6 +55,7 @@ class Servers:
         self.arms: list[Arm] = []
         self.engines: list[FakeEngine] = []
         self.last = asyncio.Event()
+        self.warm_up = script([5])
 
     def watch(self, title: str, done: int, total: int) -> None:
         if done:
@@ -64,7 +65,7 @@ class Servers:
     async def __call__(self, arm: Arm) -> AsyncIterator[str]:
         self.arms.append(arm)
         self.last = asyncio.Event()
-        scripts = [script([5]), self.script_of(arm, self.last)]
+        scripts = [self.warm_up, self.script_of(arm, self.last)]
         self.engines.append(FakeEngine(scripts, tokenizer=self.tokenizer))  # type: ignore[arg-type]  # a list of lists of items
         service = Service(ServerConfig(port=0, synthetic_history=True))
         service.engine = self.engines[-1]
@@ -140,6 +141,18 @@ async def test_the_history_goes_to_the_measured_request_only(tmp_path: Path) -> 
     servers = Servers(always(1, 2, 3))
     await pairs_of(plan(tmp_path, pairs=1, null_pairs=0, history=SyntheticHistory(5, 100)), servers)
     assert [call.history for call in servers.engines[0].calls] == [None, SyntheticHistory(5, 100)]
+
+
+async def test_the_warm_up_has_the_room_of_the_measured_request(tmp_path: Path) -> None:
+    """The short answer's session may grow as long as the measured one, history included, and is left once its tokens have come."""
+
+    servers = Servers(lambda arm, last: script([1, 2, 3], last))
+    servers.warm_up = script(list(range(1, 40)), asyncio.Event())  # its last token never comes
+    found = await pairs_of(plan(tmp_path, pairs=1, null_pairs=0, warmup_tokens=2, history=SyntheticHistory(5, 100)), servers)
+    assert found[0].equal
+    engine = servers.engines[0]
+    assert [call.sampling.max_tokens for call in engine.calls] == [100 + 3 + 3 - 3, 3]
+    assert engine.aborted == 1
 
 
 async def test_an_impossible_request_ends_the_gate(tmp_path: Path) -> None:
@@ -245,9 +258,13 @@ def test_bad_lines(words: tuple[str, ...], says: str) -> None:
 
 
 def test_the_commit_and_the_driver(tmp_path: Path) -> None:
-    """Outside a clone there is no commit; the driver's version is the first line of whichever maker's file there is."""
+    """Outside a clone there is no commit but the one a copy names; the driver's version is the first line of its maker's file."""
     assert commit(tmp_path) is None
     assert driver(Tree(tmp_path)) is None
+    (tmp_path / ".commit").write_text("somewhere\n")
+    assert commit(tmp_path) is None
+    (tmp_path / ".commit").write_text("0123456789abcdef" * 2 + "89abcdef\n")
+    assert commit(tmp_path) == {"commit": "0123456789abcdef" * 2 + "89abcdef", "changed_files": None}
     (tmp_path / "sys/module/amdgpu").mkdir(parents=True)
     (tmp_path / "sys/module/amdgpu/version").write_text("6.10.5\n")
     assert driver(Tree(tmp_path)) == "6.10.5"
