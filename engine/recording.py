@@ -6,11 +6,13 @@ virtual one. Knows no command line.
 1. Recording and replaying drive the engine by the same function: they differ in the backend alone.
 2. A tape gets its name when the run is over. One whose run failed is kept, without tokens; one of a run that never began is not.
 3. A replay ends, whatever the tape says: with tokens, or with the `TapeMismatch` that names the event.
+4. A replay generates under the seal: what it asks of the real world is an `Escaped`. Loading the model and closing are outside.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,7 +23,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import BadModel, BadRequest, BadSetting, NotAdmitted
 from engine.sampling import Sampling
-from streams import Backend, CpuBackend, ReplayOrder, Tape, TapeFile, TapeMismatch, TapeRecorder, VirtualBackend
+from engine.settings import nearest
+from streams import Backend, CpuBackend, Escaped, ReplayOrder, Tape, TapeFile, TapeMismatch, TapeRecorder, VirtualBackend, sealed
 from streams.tape import Record, write_notes
 
 __all__ = ["RecordedRun", "record", "replay"]
@@ -55,7 +58,7 @@ class RecordedRun:
         try:
             ids = msgspec.json.Decoder(tuple[int, ...])
             return cls(
-                Path(notes["model"]), msgspec.json.decode(notes["settings"], type=EngineConfig), ids.decode(notes["prompt"]),
+                Path(notes["model"]), _config(notes["settings"]), ids.decode(notes["prompt"]),
                 int(notes["max_tokens"]), ids.decode(notes["tokens"]) if "tokens" in notes else None,
             )  # fmt: skip
         except (ValueError, msgspec.MsgspecError) as error:
@@ -96,13 +99,14 @@ async def replay(run: RecordedRun, tape: Tape) -> tuple[tuple[int, ...], tuple[R
     """Run once on the virtual backend, operations completing in the tape's order. Returns the tokens and the replay's own records.
 
     Raises: TapeMismatch: the run asks for what the tape has not, or the tape wants what the run does not do; names the event.
+        Escaped: the run asked for real time or real I/O.
     """
     records: list[Record] = []
     recorder = TapeRecorder(records.extend)
     backend = VirtualBackend(ReplayOrder(tape), observer=recorder)
     try:
-        tokens = await _generate(run, backend)
-    except TapeMismatch:
+        tokens = await _generate(run, backend, within=sealed)
+    except (Escaped, TapeMismatch):
         raise
     except (BadModel, BadRequest, BadSetting, NotAdmitted):  # this machine cannot begin the run at all: that is not the tape's word
         with contextlib.suppress(TapeMismatch):
@@ -120,19 +124,35 @@ async def replay(run: RecordedRun, tape: Tape) -> tuple[tuple[int, ...], tuple[R
     return tokens, tuple(records)
 
 
-async def _generate(run: RecordedRun, backend: Backend, progress: Callable[[int, int], None] | None = None) -> tuple[int, ...]:
-    """Tokens of one generation in a session of its own."""
+async def _generate(
+    run: RecordedRun,
+    backend: Backend,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[int, ...]:
+    """Tokens of one generation in a session of its own, made inside `within()`."""
     sampling = Sampling(max_tokens=run.max_tokens, temperature=0.0, ignore_eos=True)
     tokens: list[int] = []
     async with Engine.open(run.model, run.config, backend=backend) as engine:
         room = engine.context_max - len(run.prompt)
         if run.max_tokens > room:
             raise BadRequest(f"{len(run.prompt)} prompt tokens leave room for {max(room, 0)} of the context, not {run.max_tokens}")
-        async for chunk in engine.generate(run.prompt, sampling):
-            tokens.extend(chunk.token_ids)
-            if progress is not None:
-                progress(len(tokens), run.max_tokens)
+        with within():
+            async for chunk in engine.generate(run.prompt, sampling):
+                tokens.extend(chunk.token_ids)
+                if progress is not None:
+                    progress(len(tokens), run.max_tokens)
     return tuple(tokens)
+
+
+def _config(text: str) -> EngineConfig:
+    """Of a header's settings. Raises: BadSetting: one that is not known here, or a value that cannot be; MsgspecError: damaged."""
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in msgspec.json.decode(text, type=dict[str, object]):
+        if name not in known:
+            raise BadSetting(f"the tape's header has a setting {name!r}, which is not known here{nearest(name, known)}")
+    return msgspec.json.decode(text, type=EngineConfig)
 
 
 def _json(value: object) -> str:

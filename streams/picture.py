@@ -17,7 +17,7 @@ _LEGEND, _LEGEND_COLUMNS = 18, 6
 _HOST = "host"
 _HOST_COLOUR = "#b0b0b0"
 _COLOURS = (
-    "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#86bcb6", "#d37295", "#8cd17d",
+    "#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#ff9da7", "#9c755f", "#2f4b7c", "#d37295", "#8cd17d",
 )  # fmt: skip
 
 

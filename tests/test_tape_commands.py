@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import pkgutil
 import random
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +224,11 @@ def test_a_run_that_fails_keeps_its_tape(checkpoint: Path, tmp_path: Path, capsy
         (["replay", "{dir}/bare"], "has no model and no settings and no prompt and no max_tokens"),
         (["replay", "{dir}/unended"], "has no tokens to compare with"),
         (["replay", "{dir}/unreadable"], "the tape's header cannot be read"),
+        (["replay", "{dir}/foreign"], "a setting 'hot_rose', which is not known here; did you mean hot_rows?"),
+        (["replay", "{dir}/early"], "line 2: not a record"),
+        (["export", "{dir}/early", "--out", "{dir}/t"], "line 2: not a record"),
+        (["export", "{dir}/backwards", "--out", "{dir}/t"], "line 3 ends operation 0 at 5 ns, before its start"),
+        (["export", "{dir}/twice", "--out", "{dir}/t"], "line 4 completes operation 0 again"),
         (["export", "{dir}/cut", "--out", "{dir}/t"], "line 2"),
         (["export", "{dir}/bare", "--out", "{dir}/t", "--format", "gif"], "--format must be one of chrome, svg"),
         (["export", "{dir}/bare", "--out", "{dir}/t", "--format", "svg"], "nothing lies between"),
@@ -237,6 +245,12 @@ def test_a_bad_line_is_one_line(words: list[str], says: str, tmp_path: Path, cap
     write(tmp_path / "bare", [header])
     write(tmp_path / "unended", [{**header, "notes": notes}])
     write(tmp_path / "unreadable", [{**header, "notes": {**notes, "prompt": "[1"}}])
+    write(tmp_path / "foreign", [{**header, "notes": {**notes, "tokens": "[1]", "settings": '{"hot_rose": 8}'}}])
+    work = {"record": "submit", "number": 0, "at_ns": 0, "stream": "a", "label": "x"}
+    ended = {"record": "complete", "number": 0, "at_ns": 5, "started_ns": 2}
+    write(tmp_path / "early", [{**header, "notes": {**notes, "tokens": "[1]"}}, {**work, "at_ns": -1}])
+    write(tmp_path / "backwards", [header, work, {**ended, "started_ns": 6}])
+    write(tmp_path / "twice", [header, work, ended, ended])
     (tmp_path / "text").write_text("hello\n")
     (tmp_path / "cut").write_text(json.dumps(header) + '\n{"record":"complete","num')
     before = set(tmp_path.iterdir())
@@ -304,6 +318,25 @@ def test_a_tape_of_a_model_that_is_not_here(tape: Path, tmp_path: Path, capsys: 
     moved.write_text(json.dumps(header) + "\n" + "".join(lines[1:]))
     assert forebay("replay", str(moved)) == 3
     assert "gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["engine.loop.decide", "engine.batches.Batches.submit", "kernels.step.snapshot"])
+def test_a_replay_is_sealed(tape: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that asks for real time, in its loop or in a stream's work, ends the replay with one line that says who asked."""
+    owner, _, name = place.rpartition(".")
+    target = pkgutil.resolve_name(owner)
+    real = getattr(target, name)
+
+    def hasty(*arguments: Any, **named: Any) -> Any:
+        time.monotonic()
+        return real(*arguments, **named)
+
+    for module in [module for module in list(sys.modules.values()) if getattr(module, name, None) is real] or [target]:
+        monkeypatch.setattr(module, name, hasty)
+    assert forebay("replay", str(tape)) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert f"{__name__} called time.monotonic inside a virtual run" in said[0]
 
 
 def test_an_altered_tape_is_not_drawn(tape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

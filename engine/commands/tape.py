@@ -5,6 +5,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
@@ -21,6 +22,7 @@ from engine.settings import nearest, parse_integer
 __all__ = ["COMMAND"]
 
 log = structlog.get_logger()
+_SEEDS = 200
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     diff = actions.add_parser("diff", help="name the first event where two tapes part; exit 1 if they do", allow_abbrev=False)
     add_diff(diff)
     search = actions.add_parser("search", help="run scenarios under many seeds; exit 1 and the smallest failing seed's tape on a finding")
-    search.add_argument("--seeds", metavar="N", default="200", help="how many (default: 200)")
+    search.add_argument("--seeds", metavar="N", help=f"how many (default: {_SEEDS})")
+    search.add_argument("--seed", metavar="N", help="run this one alone, as it would be among the others")
     search.add_argument("--scenario", metavar="NAME", action="append", help="only this one; may be given more than once")
     search.add_argument("--out", metavar="DIR", default=".", help="where a failing seed's tape goes (default: here)")
     search.add_argument("--list", dest="list_scenarios", action="store_true", help="print the names of the scenarios and end")
@@ -44,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _search(invocation: Invocation) -> int:
     """Returns 1 when a seed fails, else 0."""
     # Imported here: torch takes seconds to import, and no other action needs the scenarios.
-    from engine.search.hunt import SCENARIOS, hunt, record
+    from engine.search.hunt import SCENARIOS, hunt, record, single
 
     options, console = invocation.options, Console(file=sys.stderr, highlight=False)
     known = [scenario.name for scenario in SCENARIOS]
@@ -59,8 +62,14 @@ def _search(invocation: Invocation) -> int:
     directory = Path(str(options["out"]))
     if not directory.is_dir():
         raise BadSetting(f"--out: {directory} is not a directory")
-    with Bar("searching", "search.running", "seeds", console) as bar:
-        outcome = hunt(_seeds(options.get("seeds")), names, progress=bar.update)
+    seeds, seed = _count(options, "seeds", 1), _count(options, "seed", 0)
+    if seed is not None and seeds is not None:
+        raise BadSetting("--seed runs one, --seeds many: give one of them")
+    if seed is not None:
+        outcome = single(seed, names)
+    else:
+        with Bar("searching", "search.running", "seeds", console) as bar:
+            outcome = hunt(seeds or _SEEDS, names, progress=bar.update)
     speed = f"{outcome.seeds:,} seeds in {outcome.seconds:.0f} s, {outcome.seeds / outcome.seconds:.1f} seeds/s"
     if outcome.finding is None:
         console.print(f"{speed}: nothing found")
@@ -71,17 +80,19 @@ def _search(invocation: Invocation) -> int:
     if again != outcome.finding:
         console.print(f"run again in a fresh process: {again or 'nothing found'}", markup=False)
     console.print(f"tape: {path}", markup=False)
+    console.print(f"again: forebay tape search --scenario '{outcome.finding.scenario}' --seed {outcome.finding.seed}", markup=False)
     return 1
 
 
-def _seeds(text: object) -> int:
+def _count(options: Mapping[str, object], name: str, least: int) -> int | None:
+    text = options.get(name)
     try:
-        seeds = parse_integer(str(text))
+        count = None if text is None else parse_integer(str(text))
     except ValueError as error:
-        raise BadSetting(f"--seeds must be {error}, not {text!r}") from None
-    if seeds < 1:
-        raise BadSetting(f"--seeds must be at least 1, not {seeds}")
-    return seeds
+        raise BadSetting(f"--{name} must be {error}, not {text!r}") from None
+    if count is not None and count < least:
+        raise BadSetting(f"--{name} must be at least {least}, not {count}")
+    return count
 
 
 _ACTIONS = {"record": run_record, "replay": run_replay, "export": run_export, "diff": run_diff, "search": _search}

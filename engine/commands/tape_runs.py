@@ -1,13 +1,16 @@
 """`forebay tape record` and `forebay tape replay`: a generation on a tape, and again in the order the tape has.
 
 The header of a recorded tape holds the model's directory, the settings, the prompt's ids and the tokens: a replay needs nothing else.
+That of a tape of the search names a scenario and a seed: its replay runs them again.
 """
 
 import argparse
 import dataclasses
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import uvloop
@@ -17,6 +20,9 @@ from engine.commands.display import Bar
 from engine.commands.tape_files import read_tape, writable
 from engine.errors import BadSetting, ForebayError
 from engine.settings import SETTINGS, add_flags, parse_integer
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from streams import Tape
 
 __all__ = ["add_record", "add_replay", "run_record", "run_replay"]
 
@@ -47,7 +53,7 @@ def add_record(parser: argparse.ArgumentParser) -> None:
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """The tape; the model only if it has moved."""
-    parser.add_argument("tape", metavar="TAPE", help="made by forebay tape record")
+    parser.add_argument("tape", metavar="TAPE", help="made by forebay tape record or forebay tape search")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the same model elsewhere (default: the directory named on the tape)")
     parser.add_argument("--out", metavar="TAPE", help="also write the replay's own tape, for forebay tape diff")
 
@@ -79,8 +85,10 @@ def run_replay(invocation: Invocation) -> int:
     path = writable(str(options["out"])) if options.get("out") else None
     if path is not None and path.exists() and path.samefile(str(options["tape"])):
         raise BadSetting(f"--out: {path} is the tape itself")
+    if "scenario" in tape.header.notes:
+        return _replay_seed(tape, options, path)
     from engine.recording import RecordedRun, replay
-    from streams import Tape, TapeMismatch
+    from streams import Escaped, Tape, TapeMismatch
 
     run = RecordedRun.of_notes(tape.header.notes)
     taped = run.tokens
@@ -94,12 +102,31 @@ def run_replay(invocation: Invocation) -> int:
         tokens, records = uvloop.run(replay(run, tape))
     except TapeMismatch as mismatch:
         raise ForebayError(f"the replay leaves {options['tape']}: {mismatch}") from mismatch
+    except Escaped as escaped:
+        raise ForebayError(f"the replay asked the real world: {escaped}") from escaped
     if path is not None:
         path.write_bytes(Tape(tape.header, records).encode())
     unequal = _unequal(tokens, taped)
     if unequal:
         raise ForebayError(unequal)
     print(f"{len(tokens):,} tokens, equal to the tape's, in its order of {sum(map(_is_completion, records)):,} completions")
+    return 0
+
+
+def _replay_seed(tape: "Tape", options: Mapping[str, object], path: Path | None) -> int:
+    """Run the seed that a tape of `forebay tape search` is of. Returns 0: it went and ended as on the tape. Raises ForebayError."""
+    from engine.search.hunt import repeat
+    from streams import TapeMismatch
+
+    if options.get("model"):
+        raise BadSetting(f"{options['tape']} is of forebay tape search, which brings its own model: leave MODEL out")
+    try:
+        found = repeat(tape, path)
+    except TapeMismatch as mismatch:
+        raise ForebayError(f"the replay leaves {options['tape']}: {mismatch}") from mismatch
+    except OSError as error:
+        raise BadSetting(f"--out: cannot write {path}: {error.strerror or error}") from error
+    print(f"{found or 'nothing found'}, as on the tape")
     return 0
 
 

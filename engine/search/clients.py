@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ __all__ = ["Client", "open_engine", "rounds"]
 async def open_engine(scene: Scene, **settings: object) -> AsyncIterator[tuple[Engine, Stage]]:
     """A watched engine on the scene's backend; at the end of the scene nothing of its stage may be held."""
     config = scene.bench.config(**settings)
+    scene.notes["settings"] = msgspec.json.encode(config).decode()
     makers = {"arena_of": PoisonedArena, "pool_of": PoisonedPool}
     stage, watched = scene.bench.stage(config, scene.backend, scene.watch, **makers)
     engine = scene.bench.engine(config, stage)

@@ -1,4 +1,4 @@
-"""Many seeds over several processes: finds the smallest that fails, and records its tape.
+"""Many seeds over several processes: finds the smallest that fails, records its tape, and runs it again from that.
 
 Knows scenarios by name only: names and seeds cross to the workers, findings come back.
 
@@ -6,7 +6,8 @@ Invariants:
 1. Seed n runs scenario n of the wheel, so a budget of any size covers all scenarios by weight.
 2. After a finding only smaller seeds go on: what is returned is the smallest failing seed of the budget.
 3. A worker that dies is a finding too; its seeds are run again one by one, each in a process of its own, to name the one.
-4. The tape is recorded in a fresh process, which no failed run has touched.
+4. The tape is recorded in a fresh process, which no failed run has touched, and so is every repetition of it.
+5. A tape's header says which scenario and seed it is of, what the seed drew and what was found: a repetition needs nothing else.
 """
 
 import functools
@@ -19,17 +20,21 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import structlog
 import torch
 
+from engine.errors import BadSetting
 from engine.search.conversations import CONVERSATIONS
 from engine.search.lives import LIVES
 from engine.search.reference import Bench
 from engine.search.scenario import Finding, Scenario, run_seed
-from streams import TapeFile, TapeRecorder
+from engine.settings import nearest
+from streams import Tape, TapeFile, TapeMismatch, TapeRecorder
+from streams.tape import write_notes
 
-__all__ = ["SCENARIOS", "Outcome", "hunt", "record", "wheel"]
+__all__ = ["SCENARIOS", "Outcome", "hunt", "record", "repeat", "single", "wheel"]
 
 SCENARIOS: tuple[Scenario, ...] = (*CONVERSATIONS, *LIVES)
 _BATCH_SEEDS = 8  # of one task: enough to hide its cost, few enough to show progress
@@ -87,6 +92,13 @@ def hunt(
     return Outcome(done, time.perf_counter() - started, found)
 
 
+def single(seed: int, names: Sequence[str] = ()) -> Outcome:
+    """Run this seed alone, in a process of its own: the scenario that `hunt` with the same names would give it."""
+    started = time.perf_counter()
+    found = _run_apart(tuple(names), range(seed, seed + 1))
+    return Outcome(1, time.perf_counter() - started, found)
+
+
 def record(finding: Finding, path: Path) -> Finding | None:
     """Run the finding's seed again in a fresh process and write its tape. Returns what it found this time.
 
@@ -94,9 +106,35 @@ def record(finding: Finding, path: Path) -> Finding | None:
     """
     with _pool(1) as pool:
         try:
-            return pool.submit(_record, finding.scenario, finding.seed, str(path)).result()
+            return pool.submit(_record, finding.scenario, finding.seed, path).result()
         except BrokenProcessPool:
             return finding
+
+
+def repeat(tape: Tape, path: Path | None = None) -> str:
+    """Run the seed that a tape of `record` is of, in a fresh process, and compare: order, outcomes and finding.
+
+    Args: path: where the repetition's own tape goes, if anywhere.
+    Returns: the finding, in words; "" if there was none then and now.
+    Raises: TapeMismatch: the run differs from the tape, and where; BadSetting: the tape does not say what to run; OSError: as `record`.
+    """
+    notes = tape.header.notes
+    scenario, seed, then = (notes.get(name) for name in ("scenario", "seed", "found"))
+    known = [one.name for one in SCENARIOS]
+    if scenario not in known:
+        raise BadSetting(f"the tape is of scenario {scenario!r}, which is not known here{nearest(str(scenario), known)}")
+    if seed is None or not seed.isdecimal() or then is None:
+        raise BadSetting("the tape's header has no seed or does not say what was found: the run did not come to its end")
+    with TemporaryDirectory() as folder:
+        mine = path or Path(folder) / "again.tape"
+        finding = record(Finding(scenario, int(seed), then), mine)
+        difference = tape.diff(Tape.read(mine))
+    if difference is not None:
+        raise TapeMismatch(str(difference))
+    now = "" if finding is None else finding.error
+    if now != then:
+        raise TapeMismatch(f"the run ends with {now or 'nothing found'}; on the tape with {then or 'nothing found'}")
+    return "" if finding is None else str(finding)
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
@@ -145,12 +183,15 @@ def _run_apart(names: tuple[str, ...], seeds: range) -> Finding | None:
     return None
 
 
-def _record(name: str, seed: int, path: str) -> Finding | None:
+def _record(name: str, seed: int, path: Path) -> Finding | None:
     scenario = next(one for one in SCENARIOS if one.name == name)
-    bench = Bench()
-    file = TapeFile(Path(path), {"scenario": name, "seed": str(seed)})
+    notes = {"scenario": name, "seed": str(seed)}
+    rough = path.with_name(path.name + ".part")
+    file = TapeFile(rough, notes)
     recorder = TapeRecorder(file.append)
-    finding = run_seed(bench, scenario, seed, recorder)
+    finding = run_seed(Bench(), scenario, seed, recorder, notes)
     recorder.flush()
     file.close()
+    write_notes(rough, path, {**notes, "found": "" if finding is None else finding.error})
+    rough.unlink()
     return finding

@@ -13,6 +13,8 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.search.reference import Bench
 from engine.search.watch import Watch
 from streams import Fault, Observer, SeededOrder, VirtualBackend, sealed
@@ -34,6 +36,7 @@ class Scene:
     faulty: bool  # whether anything was made to fail: sessions may then break
     watch: Watch = field(default_factory=Watch)
     at_end: list[Callable[[], None]] = field(default_factory=list)  # checks once the backend is closed
+    notes: dict[str, str] = field(default_factory=dict)  # what was drawn, for who reads the tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,26 @@ class Finding:
         return f"{self.scenario}, seed {self.seed}: {self.error}"
 
 
-def run_seed(bench: Bench, scenario: Scenario, seed: int, observer: Observer | None = None) -> Finding | None:
-    """Run a scenario under a seed in a loop of its own. Returns what went wrong, or None."""
+def run_seed(
+    bench: Bench, scenario: Scenario, seed: int, observer: Observer | None = None, notes: dict[str, str] | None = None
+) -> Finding | None:
+    """Run a scenario under a seed in a loop of its own. Returns what went wrong, or None.
+
+    Args: notes: filled with what the seed drew: faults, and an engine's settings, as JSON texts.
+    """
     try:
-        asyncio.run(_run(bench, scenario, seed, observer))
+        asyncio.run(_run(bench, scenario, seed, observer, {} if notes is None else notes))
     except Exception as error:
         return Finding(scenario.name, seed, _words(error))
     return None
 
 
-async def _run(bench: Bench, scenario: Scenario, seed: int, observer: Observer | None) -> None:
+async def _run(bench: Bench, scenario: Scenario, seed: int, observer: Observer | None, notes: dict[str, str]) -> None:
     rng = random.Random(f"{scenario.name} {seed}")
     faults = scenario.faults(rng)
+    notes["faults"] = msgspec.json.encode(faults).decode()
     backend = VirtualBackend(SeededOrder(seed, faults=faults), observer=observer)
-    scene = Scene(bench, seed, rng, backend, faulty=any(fault.kind == "fail" for fault in faults))
+    scene = Scene(bench, seed, rng, backend, faulty=any(fault.kind == "fail" for fault in faults), notes=notes)
     with sealed():
         await _watched(scene, asyncio.ensure_future(scenario.play(scene)))
     await backend.close()

@@ -1,18 +1,25 @@
 """The search for bad interleavings: its first seeds find nothing, it repeats itself, and it sees what it should."""
 
 import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import server
 from engine.commands.line import run_line
 from engine.errors import BadSetting
 from engine.search import hunt as hunting
+from engine.search.clients import Client, open_engine
+from engine.search.conversations import SHORT
 from engine.search.ground import Ground, Life
-from engine.search.hunt import SCENARIOS, Outcome, hunt, record, wheel
+from engine.search.hunt import SCENARIOS, Outcome, hunt, record, repeat, single, wheel
 from engine.search.reference import Bench
 from engine.search.scenario import Finding, Scenario, Scene, run_seed
-from streams import Tape, TapeRecorder
+from streams import Fault, Tape, TapeRecorder
 from streams.tape import Header, Record
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
@@ -103,7 +110,102 @@ def test_many_processes_find_the_smallest_seed_and_its_tape(monkeypatch: pytest.
     assert seen == [(8, 16), (16, 16)]
     path = tmp_path / "seed.tape"
     assert record(Finding("registration", 3, "as if"), path) is None
-    assert Tape.read(path).header.notes == {"scenario": "registration", "seed": "3"}
+    assert Tape.read(path).header.notes == {"scenario": "registration", "seed": "3", "faults": "[]", "found": ""}
+    assert list(tmp_path.iterdir()) == [path]
+    assert repeat(Tape.read(path)) == ""
+    assert single(3, ["registration"]).finding is None
+
+
+class _Here:
+    """A pool of this very process, so that a scenario of a test's own can be looked for."""
+
+    def __enter__(self) -> "_Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        made: Future[Any] = Future()
+        made.set_result(work(*arguments))
+        return made
+
+
+async def _forgets_at_times(scene: Scene) -> None:
+    """Every third seed leaves a session open."""
+    async with open_engine(scene) as (engine, _):
+        client = await Client.make(scene, engine, SHORT)
+        await client.talk()
+        await client.leave()
+    life = Life(Ground(scene), "one", 100)
+    await life.decode(3)
+    await life.session.operations.settle()
+    if scene.seed % 3 != 2:
+        life.session.close()
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The search, with that scenario alone, in this process."""
+    monkeypatch.setattr(hunting, "_pool", lambda processes: _Here())
+    monkeypatch.setattr(hunting, "as_completed", list)
+    monkeypatch.setattr(hunting, "SCENARIOS", (Scenario("forgets", _forgets_at_times, lambda rng: (Fault("copyback", 9, "delay"),)),))
+    hunting._wheel.cache_clear()
+    yield "forgets"
+    hunting._wheel.cache_clear()
+
+
+def _forebay(*words: str) -> int:
+    return server.main(["tape", *words])
+
+
+def test_a_finding_is_found_again(forgetful: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The search ends with 1 and a tape; that seed alone fails alike, a sound one does not; the tape's replay ends as the tape does."""
+    assert _forebay("search", "--seeds", "7", "--out", str(tmp_path)) == 1
+    said = capsys.readouterr().err
+    tape = tmp_path / "forgets-2.tape"
+    assert "forgets, seed 2: AssertionError" in said
+    assert "--scenario 'forgets' --seed 2" in said
+    notes = Tape.read(tape).header.notes
+    assert (notes["scenario"], notes["seed"], json.loads(notes["faults"])[0]["label"]) == ("forgets", "2", "copyback")
+    assert json.loads(notes["settings"])["row_format"] == "f32"
+    assert "still holds" in notes["found"]
+    assert _forebay("search", "--scenario", "forgets", "--seed", "2", "--out", str(tmp_path)) == 1
+    assert notes["found"].split("(")[0] in capsys.readouterr().err.replace("\n", " ")
+    assert _forebay("search", "--seed", "1", "--out", str(tmp_path)) == 0
+    assert "nothing found" in capsys.readouterr().err
+    again = tmp_path / "again.tape"
+    assert _forebay("replay", str(tape), "--out", str(again)) == 0
+    assert "forgets, seed 2: AssertionError" in capsys.readouterr().out
+    assert Tape.read(tape).diff(Tape.read(again)) is None
+
+
+def test_a_tape_that_the_seed_does_not_make_is_refused(forgetful: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay of the search's tape with another event, end, scenario or seed says so in one line; so does one that names a model."""
+    tape = tmp_path / "seed.tape"
+    assert record(Finding("forgets", 2, ""), tape) is not None
+    lines = tape.read_text().splitlines(keepends=True)
+
+    def refused(code: int, says: str, *words: str, **notes: str | None) -> None:
+        header = json.loads(lines[0])
+        header["notes"] = {name: value for name, value in {**header["notes"], **notes}.items() if value is not None}
+        edited = tmp_path / "edited.tape"
+        edited.write_text(json.dumps(header) + "\n" + "".join(body))
+        assert _forebay("replay", str(edited), *words) == code
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) == 1
+        assert says in told[0]
+
+    body = lines[1:]
+    refused(1, "on the tape with AssertionError: other", found="AssertionError: other")
+    refused(1, "on the tape with nothing found", found="")
+    refused(2, "not known here; did you mean forgets?", scenario="forget")
+    refused(2, "has no seed", seed="-2")
+    refused(2, "did not come to its end", found=None)
+    refused(2, "leave MODEL out", "somewhere")
+    place = next(place for place, line in enumerate(body) if "step.begin" in line)
+    body[place] = body[place].replace("step.begin", "step.began")
+    refused(1, "step.beg")
 
 
 def _search(*words: str) -> int:
@@ -120,6 +222,10 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_p
         _search("--seeds", "none")
     with pytest.raises(BadSetting, match="at least 1"):
         _search("--seeds", "0")
+    with pytest.raises(BadSetting, match="--seed must be at least 0"):
+        _search("--seed", "-1")
+    with pytest.raises(BadSetting, match="give one of them"):
+        _search("--seed", "1", "--seeds", "2")
     with pytest.raises(BadSetting, match="not a directory"):
         _search("--out", str(tmp_path / "absent"))
 
