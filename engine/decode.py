@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
-from engine.rows import Destinations, store
+from engine.rows import Destinations, store, store_key, store_row
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
 from kernels.locate import locate_new
@@ -166,19 +166,19 @@ class DecodeStep:
         fetched: Event[Any] | None = None
         last: Event[Any] | None = None
         for place, layer in enumerate(layers):
-            written = chain.submit(
-                streams.compute,
-                lambda layer=layer: self._write(layer, group),  # type: ignore[misc]
-                label=f"layer.{layer}.write",
-                reads=(self._u,),
-                writes=(self._qr,),
-            )
             if selected is None:
+                keyed = chain.submit(
+                    streams.compute,
+                    lambda: self._write_key(layers[0], group),
+                    label=f"group.{group}.key",
+                    reads=(self._u,),
+                    writes=(self._qr,),
+                )
                 selected = chain.submit(
                     streams.selection,
                     lambda: self._select(group, layers[0], table),
                     label=f"group.{group}.plan",
-                    after=(written,),
+                    after=(keyed,),
                     reads=(self._u, self._qr),
                     writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
                 )
@@ -193,10 +193,10 @@ class DecodeStep:
                     )
             chain.submit(
                 streams.compute,
-                lambda layer=layer: self._ask(layer),  # type: ignore[misc]
+                lambda layer=layer, place=place: self._ask(layer, place),  # type: ignore[misc]
                 label=f"layer.{layer}.query",
-                reads=(self._qr,),
-                writes=(self._query.latent, self._query.rope),
+                reads=(self._u, self._qr) if place == 0 else (self._u,),
+                writes=(self._query.latent, self._query.rope) if place == 0 else (self._qr, self._query.latent, self._query.rope),
             )
             waits = (selected,) if fetched is None or place == 0 else (selected, fetched)
             last = chain.submit(
@@ -229,11 +229,11 @@ class DecodeStep:
     def _store(self, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None = None) -> None:
         store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, self._destinations, present)
 
-    def _write(self, local: int, group: int) -> None:
+    def _write_key(self, local: int, group: int) -> None:
+        """What the selection needs of its full layer, and nothing else: scoring, choosing and the plan run beside all that follows."""
         layer = self._stage.model.layers[local]
         self._qr.copy_(layer.mla.project_latent(self._u))
-        full = self._stage.main_groups[group][0] == local
-        self._store(layer, self._u, local, group if full else None)
+        store_key(layer, self._u, (self._cos, self._sin), self._stage.layout, group, self._destinations)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]
@@ -249,8 +249,13 @@ class DecodeStep:
         for scratch, layer in zip(self._scratch, layers[1:], strict=False):
             self._stage.rounds.fetch(self._plans[group], layer, scratch)
 
-    def _ask(self, local: int) -> None:
-        latent, rope = self._stage.model.layers[local].mla.project_query(self._qr, self._cos, self._sin)
+    def _ask(self, local: int, place: int) -> None:
+        """The layer's row and its absorbed query."""
+        layer = self._stage.model.layers[local]
+        store_row(layer, self._u, (self._cos, self._sin), self._stage.layout, local, self._destinations)
+        if place > 0:
+            self._qr.copy_(layer.mla.project_latent(self._u))
+        latent, rope = layer.mla.project_query(self._qr, self._cos, self._sin)
         self._query.latent.copy_(latent)
         self._query.rope.copy_(rope)
 

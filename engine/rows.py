@@ -12,7 +12,7 @@ from engine.model.layer import LayerWeights
 from kernels.layout import BlockLayout
 from kernels.quantize import append_keys, append_rows
 
-__all__ = ["Destinations", "store"]
+__all__ = ["Destinations", "store", "store_key", "store_row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,29 @@ def store(
     present  [T, 1]       bool   rows that are False are stored as zeros: slot 0 of the MTP layer stays empty, the same bytes in every run
     Args: local: the layer in the stage. key_layer: its selection group if it makes the selection, else None.
     """
+    if key_layer is not None:
+        store_key(layer, u, rope_table, layout, key_layer, destinations, present)
+    store_row(layer, u, rope_table, layout, local, destinations, present)
+
+
+def store_row(
+    layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, destinations: Destinations,
+    present: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write one layer's packed rows; see `store`."""
     latent, rope = layer.mla.project_row(u, *rope_table)
     if present is not None:
         latent, rope = torch.where(present, latent, 0.0), torch.where(present, rope, 0.0)
     append_rows(latent, rope, destinations.rows, layout.row_offset(local), layout.row)
-    if key_layer is not None:
-        keys = layer.full_indexer.index_key(u, *rope_table)
-        if present is not None:
-            keys = torch.where(present, keys, 0.0)
-        append_keys(keys, destinations.keys, key_layer * layout.key_layer_bytes, layout.key)
-        append_keys(keys, destinations.pages[key_layer], 0, layout.key)
+
+
+def store_key(
+    layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, key_layer: int, destinations: Destinations,
+    present: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write one full layer's index keys; see `store`."""
+    keys = layer.full_indexer.index_key(u, *rope_table)
+    if present is not None:
+        keys = torch.where(present, keys, 0.0)
+    append_keys(keys, destinations.keys, key_layer * layout.key_layer_bytes, layout.key)
+    append_keys(keys, destinations.pages[key_layer], 0, layout.key)
