@@ -8,7 +8,7 @@ Parts, from the bytes up
     registration.py  host memory made readable by a device; numa.py: its pages from the node beside the card
     staging.py     copies that wait for nobody, and the order of what is filled outside the streams
     arena.py       RAM in 64-row blocks, taken once; reference counts
-    pool.py        long-lived device buffers at exact size within a budget
+    pool.py        long-lived device buffers at exact size within a budget; backing.py: what their bytes are cut from
     allotment.py   the units a session holds of a store and is still entitled to
     history.py     a session's block table; blocks in device memory
     keys.py        pages of 1,024 index keys and a session's table of them

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.layout import BlockLayout
 from memory.allotment import Allotment, Store
 from memory.arena import BlockId, BlockPlace
-from memory.pool import Pool, allocated
+from memory.pool import Pool
 from memory.staging import pinned
 
 __all__ = ["BlockStore", "DeviceBlocks", "History", "TableWrite"]
@@ -46,11 +46,11 @@ class DeviceBlocks:
 
     def reserve(self, blocks: int) -> None:
         """Keep device memory for `blocks` later takes. Raises PoolExhausted; nothing is reserved then."""
-        self._pool.reserve(blocks * allocated(self._block_bytes))
+        self._pool.reserve(self._block_bytes, blocks)
 
     def unreserve(self, blocks: int) -> None:
         """Give up blocks kept by `reserve`."""
-        self._pool.unreserve(blocks * allocated(self._block_bytes))
+        self._pool.unreserve(self._block_bytes, blocks)
 
     def take(self, *, reserved: bool = False) -> BlockId:
         """A zero-filled block with one reference. Raises PoolExhausted (never with `reserved`)."""

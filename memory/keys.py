@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.layout import BlockLayout
 from memory.allotment import Allotment
 from memory.history import TableWrite
-from memory.pool import Pool, allocated
+from memory.pool import Pool
 from memory.staging import pinned
 
 __all__ = ["KeyPages", "PageId", "PageTable"]
@@ -43,11 +43,11 @@ class KeyPages:
 
     def reserve(self, spans: int) -> None:
         """Keep device memory for `spans` later takes. Raises PoolExhausted; nothing is reserved then."""
-        self.pool.reserve(spans * allocated(self.span_bytes))
+        self.pool.reserve(self.span_bytes, spans)
 
     def unreserve(self, spans: int) -> None:
         """Give up spans kept by `reserve`."""
-        self.pool.unreserve(spans * allocated(self.span_bytes))
+        self.pool.unreserve(self.span_bytes, spans)
 
     def take(self, *, reserved: bool = False) -> PageId:
         """A zero-filled span with one reference. Raises PoolExhausted (never with `reserved`)."""

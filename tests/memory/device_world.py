@@ -15,6 +15,7 @@ from kernels.gather import gather_blocks, gather_rows
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, StateField
 from kernels.round import RoundPlan, begin_round
 from memory import AppendChunk, Arena, Copyback, Ledger, Offload, Placement, Pool, Resident, barrier, registration_for, verify_mirror
+from memory.backing import Slabs
 from memory.copyback import copy_bytes
 from memory.rounds import OffloadRounds, ResidentRounds, Rounds
 from memory.staging import pinned
@@ -40,7 +41,7 @@ class DeviceLife:
         blocks = 3 * -(-tokens_max // BLOCK_ROWS)  # room to grow, and a resident session's mirror
         chunk_bytes = 5 * LAYOUT.block_bytes + 1
         self.arena = Arena(LAYOUT, blocks * LAYOUT.block_bytes, self.ledger, chunk_bytes=chunk_bytes, registration=registration_for(device))
-        self.pool = Pool(device, None, self.ledger)
+        self.pool = Pool(device, None, self.ledger, backing=Slabs(device, slab_bytes=300_000))  # a few spans of pages, a dozen blocks
         self.placement: Placement = (
             Resident(LAYOUT, self.arena, self.pool, hidden=HIDDEN)
             if resident
