@@ -37,6 +37,7 @@ __all__ = ["Arm", "Load", "Watch", "forget_engines", "run_arm", "seeded_prompt",
 
 _SEED = 20_240_101
 _IDS = 1_000  # ids below this are in every real vocabulary; a smaller one gives all it has
+_LOOK_S = 0.001
 _REDRAW_S, _REDRAW_TOKENS = 0.2, 32  # a bar that is drawn at every token would be measured too
 _SETTLE = 3  # steps
 
@@ -76,6 +77,7 @@ class Arm:
     token_ids: tuple[int, ...]  # of every answer, in order
     context_rows: int  # in front of the first measured token
     first_token_s: float  # from the request to its first token
+    append_s: float  # from the last made-up row to the first token; with no such rows from the request
     steps_s: tuple[float, ...]  # one a measured token
     loop_cpu_s: float  # processor time of the loop's thread over the measured tokens, asking for events included
     hits: int
@@ -119,9 +121,9 @@ class _Taken:
             self.cpu_s.append(time.thread_time())
 
 
-def seeded_prompt(vocabulary: int, tokens: int) -> tuple[int, ...]:
+def seeded_prompt(vocabulary: int, tokens: int, seed: int = _SEED) -> tuple[int, ...]:
     """Ids that are the same every time."""
-    return tuple(random.Random(_SEED).choices(range(min(_IDS, vocabulary)), k=tokens))
+    return tuple(random.Random(seed).choices(range(min(_IDS, vocabulary)), k=tokens))
 
 
 @asynccontextmanager
@@ -169,13 +171,14 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
     sampling = Sampling(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
     stage, placement = engine.stage, engine.config.placement
     first, last = load.warmup_tokens - 1, load.warmup_tokens + load.new_tokens - 1
-    memory = _Memory(engine)
-    taken, window = _Taken(), None
+    history = load.history if session is None else None
+    taken, memory, window = _Taken(), _Memory(engine), None
     before = after = engine.statistics()
     asked_s = time.perf_counter()
-    async with engine.generate(prompt, sampling, session=session, history=load.history if session is None else None) as generation:
-        chunk = await _first_chunk(generation, lambda done, total: watch(f"{placement}: reading", done, total))
-        memory.prompt_was_read()
+    async with engine.generate(prompt, sampling, session=session, history=history) as generation:
+        chunk, appending_s = await _first_chunk(
+            generation, history, memory, lambda done, total: watch(f"{placement}: reading", done, total)
+        )
         while True:
             taken.take(chunk)
             # Asking for counts waits for the device: some steps before the first that is timed, and before the probe begins.
@@ -197,18 +200,28 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
     rows = chunk.usage.prompt_tokens + first
     return Arm(
         placement=placement, token_ids=tuple(taken.ids), context_rows=rows, first_token_s=taken.at_s[0] - asked_s,
+        append_s=taken.at_s[0] - appending_s,
         steps_s=tuple(taken.at_s[place] - taken.at_s[place - 1] for place in range(first + 1, last + 1)),
         loop_cpu_s=taken.cpu_s[last] - taken.cpu_s[first],
         hits=after.hits - before.hits, misses=after.misses - before.misses, ring_reads=after.ring_reads - before.ring_reads,
-        device_bytes=memory.long_lived_bytes, transient_bytes=memory.transient_bytes,
+        device_bytes=memory.at_first_token_bytes, transient_bytes=memory.transient_bytes,
         floor=step_bytes(stage.model, stage.layout, length=rows + load.new_tokens / 2), window=window,
     )  # fmt: skip
 
 
-async def _first_chunk(generation: Generation, watch: Progress) -> Chunk:
-    """The first chunk; until it comes, tells how far the prompt is."""
+async def _first_chunk(
+    generation: Generation, history: SyntheticHistory | None, memory: "_Memory", watch: Progress
+) -> tuple[Chunk, float]:  # fmt: skip
+    """The first chunk, and when its prompt began to be read, to a millisecond. Until it comes, tells how far the prompt is."""
+    began_s = time.perf_counter()
 
     async def draw() -> None:
+        nonlocal began_s
+        while history is not None and generation.progress.rows_done < history.rows:
+            watch(generation.progress.rows_done, generation.progress.rows_total)
+            await asyncio.sleep(_LOOK_S)
+        began_s = time.perf_counter()
+        memory.prompt_is_read()
         while True:
             watch(generation.progress.rows_done, generation.progress.rows_total)
             await asyncio.sleep(_REDRAW_S)
@@ -224,25 +237,33 @@ async def _first_chunk(generation: Generation, watch: Progress) -> Chunk:
             drawing.cancel()
     if isinstance(outcome, ForebayError):
         raise outcome
-    return outcome
+    memory.prompt_was_read()
+    return outcome, began_s
 
 
 class _Memory:
     """Device memory that reading a prompt takes beyond the buffers that stay."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._device = engine.stage.device
-        self._held = engine.statistics().device_bytes
-        self.long_lived_bytes = self._held
+        self._ledger, self._device = engine.stage.ledger, engine.stage.device
         self.transient_bytes: int | None = None
+        self.prompt_is_read()
+
+    @property
+    def long_lived_bytes(self) -> int:
+        """Bytes of the buffers that stay, now."""
+        return self._ledger.total("device").allocated_bytes
+
+    def prompt_is_read(self) -> None:
+        """From now on."""
+        self._held = self.long_lived_bytes
         if self._device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated = torch.cuda.memory_allocated(self._device)
 
     def prompt_was_read(self) -> None:
         """The first token is there: its session holds what it will hold."""
-        self.long_lived_bytes = self._engine.statistics().device_bytes
+        self.at_first_token_bytes = self.long_lived_bytes
         if self._device.type != "cpu":
             peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
-            self.transient_bytes = max(0, peak - (self.long_lived_bytes - self._held))
+            self.transient_bytes = max(0, peak - (self.at_first_token_bytes - self._held))

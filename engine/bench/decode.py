@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.device import device_of
 from engine.errors import BadSetting
 
-__all__ = ["Comparison", "DecodePlan", "added_us", "arm_fields", "as_json", "compare", "first_difference", "table"]
+__all__ = ["Comparison", "DecodePlan", "added_us", "as_json", "check_placements", "compare", "first_difference", "table"]
 
 _PLACEMENTS = ("resident", "offload")
 _VERSION = 1
@@ -38,10 +38,7 @@ class DecodePlan:
     placements: tuple[str, ...] = _PLACEMENTS
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.placements if name not in _PLACEMENTS]
-        if unknown or not self.placements:
-            named = repr(unknown[0]) if unknown else "nothing"
-            raise BadSetting(f"--placements must be a list of {' and '.join(_PLACEMENTS)} with commas between, not {named}")
+        check_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,14 @@ class Comparison:
         return statistics.fmean(arm.steps_s) / statistics.fmean(steps) if steps else None
 
 
+def check_placements(placements: Sequence[str]) -> None:
+    """Raises BadSetting unless there are some and all are known."""
+    unknown = [name for name in placements if name not in _PLACEMENTS]
+    if unknown or not placements:
+        named = repr(unknown[0]) if unknown else "nothing"
+        raise BadSetting(f"--placements must be a list of {' and '.join(_PLACEMENTS)} with commas between, not {named}")
+
+
 async def compare(plan: DecodePlan, watch: Watch) -> Comparison:
     """Run the arms, one after another. Raises ForebayError."""
     arms = [await run_arm(plan.load, dataclasses.replace(plan.engine, placement=name), watch) for name in plan.placements]  # type: ignore[arg-type]  # checked by the plan
@@ -107,7 +112,7 @@ def _percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
-def arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
+def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
     """An arm as JSON values, without its speed unless all outputs are equal; without absolute times on a CPU."""
     fields: dict[str, Any] = {
         "placement": arm.placement, "sha256": arm.sha256, "tokens": len(arm.token_ids), "context_rows": arm.context_rows,
@@ -142,14 +147,14 @@ def as_json(plan: DecodePlan, found: Comparison, machine: dict[str, Any]) -> dic
     return {
         "version": _VERSION, "kind": "decode", "outputs_equal": found.equal,
         "first_difference": first_difference(found.arms) or None,
-        "arms": [arm_fields(found, arm) for arm in found.arms],
+        "arms": [_arm_fields(found, arm) for arm in found.arms],
         "added_us_a_step": added_us(found.arms) if shown else None,
         "copy_bytes_per_second": found.bandwidth if shown else None,
-        "plan": plan_fields(plan), "machine": machine,
+        "plan": _plan_fields(plan), "machine": machine,
     }  # fmt: skip
 
 
-def plan_fields(plan: DecodePlan) -> dict[str, Any]:
+def _plan_fields(plan: DecodePlan) -> dict[str, Any]:
     """What was asked for; a model by its name alone."""
     fields = dataclasses.asdict(plan)
     fields["load"]["model"] = plan.load.model.name
@@ -176,7 +181,7 @@ def table(found: Comparison) -> Table:
 
 def _speed_cells(found: Comparison, arm: Arm) -> list[str]:
     cells: list[str] = []
-    fields = arm_fields(found, arm)
+    fields = _arm_fields(found, arm)
     if found.absolute:
         times = fields["step_us"]
         cells += [f"{times['p50']:.1f}", f"{times['p90']:.1f}", f"{times['mean']:.1f}"]

@@ -7,12 +7,12 @@ runs, because torch takes seconds to import and --help needs none of it.
 import argparse
 
 from engine import logs
-from engine.commands import bench_decode
+from engine.commands import bench_append, bench_decode
 from engine.commands.command import Command, Invocation
 
 __all__ = ["ACTIONS", "COMMAND"]
 
-ACTIONS: tuple[Command, ...] = (bench_decode.COMMAND,)
+ACTIONS: tuple[Command, ...] = (bench_decode.COMMAND, bench_append.COMMAND)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ The table goes to standard output, all else to standard error. Exit code: 0 all 
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,26 +24,39 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from engine.bench.arm import Load
     from engine.bench.decode import Comparison, DecodePlan
 
-__all__ = ["COMMAND", "add_load", "load_of"]
+__all__ = ["COMMAND", "add_model", "placements_of"]
 
 _COUNTS = ("prompt_tokens", "warmup_tokens", "new_tokens", "probe_tokens")
 
 
-def add_load(parser: argparse.ArgumentParser) -> None:
-    """The model and what is generated; the engine's settings but its placement."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model, the engine's settings but its placement, and where the JSON goes."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
-    parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
-    parser.add_argument("--prompt-tokens", dest="prompt_tokens", metavar="N", help="seeded ids that are really read (64)")
-    parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="first tokens of the answer, not timed (16)")
-    parser.add_argument("--new-tokens", dest="new_tokens", metavar="N", help="timed tokens behind them (256)")
-    parser.add_argument("--probe-tokens", dest="probe_tokens", metavar="N", help="watched tokens behind those (64); 0: nothing is watched")
     add_json(parser)
     add_flags(parser, engine_flags("placement"))
     add_flags(parser, ("demo", "log_format"))
 
 
-def load_of(invocation: Invocation) -> "Load":
-    """The flags of `add_load`. Raises BadSetting."""
+def placements_of(options: Mapping[str, object]) -> tuple[str, ...]:
+    """`--placements` as a list, not checked."""
+    return tuple(name.strip() for name in str(options["placements"]).split(",") if name.strip())
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The model, what is generated, and in which order the arms run."""
+    add_model(parser)
+    parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
+    parser.add_argument("--prompt-tokens", dest="prompt_tokens", metavar="N", help="seeded ids that are really read (64)")
+    parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="first tokens of the answer, not timed (16)")
+    parser.add_argument("--new-tokens", dest="new_tokens", metavar="N", help="timed tokens behind them (256)")
+    parser.add_argument("--probe-tokens", dest="probe_tokens", metavar="N", help="watched tokens behind those (64); 0: nothing is watched")
+    parser.add_argument(
+        "--placements", metavar="LIST", default="resident,offload", help="arms in order; one may come twice (resident,offload)"
+    )
+
+
+def _load(invocation: Invocation) -> "Load":
+    """What every arm runs. Raises BadSetting."""
     options = invocation.options
     given: dict[str, Any] = {name: count for name in _COUNTS if (count := count_of(options, name)) is not None}
     if options.get("history") is not None:
@@ -51,14 +65,6 @@ def load_of(invocation: Invocation) -> "Load":
     from engine.bench.arm import Load
 
     return Load(model=model, **given)
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """What to run, and in which order."""
-    add_load(parser)
-    parser.add_argument(
-        "--placements", metavar="LIST", default="resident,offload", help="arms in order; one may come twice (resident,offload)"
-    )
 
 
 async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
@@ -77,11 +83,10 @@ async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
 
 def run(invocation: Invocation) -> int:
     """Returns 0 when all outputs are equal, else 1. Raises ForebayError."""
-    target, load = json_target(invocation.options), load_of(invocation)
+    target, load = json_target(invocation.options), _load(invocation)
     from engine.bench.decode import DecodePlan, added_us, first_difference, table
 
-    placements = tuple(name.strip() for name in str(invocation.options["placements"]).split(",") if name.strip())
-    found = uvloop.run(_measure(DecodePlan(load, invocation.settings.engine, placements), target))
+    found = uvloop.run(_measure(DecodePlan(load, invocation.settings.engine, placements_of(invocation.options)), target))
     console = results()
     console.print(table(found))
     if not found.equal:

@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from engine.bench.arm import Arm, Load, run_arm
+from engine.bench.arm import Load, run_arm
 from engine.bench.decode import Comparison, DecodePlan, added_us, as_json, compare, first_difference, table
-from engine.bench.floor import StepBytes, copy_bandwidth, step_bytes
-from engine.bench.probe import Window, busy_ns, work_ns
-from engine.commands.line import run_line
+from engine.bench.floor import copy_bandwidth, step_bytes
+from engine.bench.probe import busy_ns, work_ns
 from engine.errors import BadRequest, BadSetting, ForebayError
 from engine.model.bytes import step_weights
 from engine.model.glm import Model, load_model
 from engine.protocol import SyntheticHistory
 from kernels.layout import BlockLayout
-from memory.rounds import ResidentRounds
 from memory.row import key_layout, row_layout
-from server import serve
+from tests.engine.bench.arms import CUDA, FLAGS, arm, line, load, quiet, spoil
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import small
 
@@ -34,26 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with an MTP block."""
     config = tiny_config()
     return write_checkpoint(random_tensors(config, 5), config, tmp_path_factory.mktemp("tiny"))
-
-
-def load(model: Path, **changes: Any) -> Load:
-    given: dict[str, Any] = {"prompt_tokens": 8, "warmup_tokens": 4, "new_tokens": 6, "probe_tokens": 6, **changes}
-    return Load(model=model, **given)
-
-
-def quiet(title: str, done: int, total: int) -> None:
-    """Nobody looks."""
-
-
-def arm(placement: str, *, ids: tuple[int, ...] = (1, 2, 3, 4), steps: tuple[float, ...] = (0.001, 0.003), **changes: Any) -> Arm:
-    given = Arm(
-        placement=placement, token_ids=ids, context_rows=100, first_token_s=0.5, steps_s=steps, loop_cpu_s=0.0002, hits=99, misses=1,
-        ring_reads=4, device_bytes=5, transient_bytes=7, floor=StepBytes(600, 300, 100), window=Window(4_000_000, 3_000_000, 100_000, 50),
-    )  # fmt: skip
-    return dataclasses.replace(given, **changes)
-
-
-CUDA = torch.device("cuda")
 
 
 def test_weight_bytes_of_a_known_model(model: Path) -> None:
@@ -149,24 +126,7 @@ async def test_a_history_may_fill_the_context_to_the_last_row(model: Path) -> No
         await compare(DecodePlan(dataclasses.replace(fits, prompt_tokens=2), config), quiet)
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the resident arm read rows of zeros: a fault in one placement alone."""
-    gather = ResidentRounds.gather
-
-    def zeroed(self: ResidentRounds, *given: Any, **named: Any) -> None:
-        gather(self, *given, **named)
-        compact: Tensor = given[-1]
-        compact.zero_()
-
-    monkeypatch.setattr(ResidentRounds, "gather", zeroed)
-
-
-FLAGS = ("--device", "cpu", "--host-memory", "64MiB", "--row-format", "f32", "--hot-rows", "16", "--log-format", "json")
 COUNTS = ("--prompt-tokens", "8", "--warmup-tokens", "4", "--new-tokens", "12", "--probe-tokens", "6")
-
-
-def line(*words: str) -> int:
-    return run_line(("bench", *words), {}, serve)
 
 
 def test_a_fault_in_one_placement_hides_all_speed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
