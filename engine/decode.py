@@ -85,6 +85,7 @@ class DecodeStep:
         self._x, self._u = states(places, config.hidden), states(places, config.hidden)
         self._qr = states(places, config.query_latent)
         self._query = Query(states(places, config.heads, config.latent), states(places, config.heads, config.rope), config.scale)
+        self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
         self._plans = [RoundPlan.empty(places, picks, device) for _ in stage.main_groups]
         self._compact = torch.zeros((places, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         longest = max(len(group) for group in stage.main_groups)
@@ -216,7 +217,7 @@ class DecodeStep:
         begin_round(table.tensor)
         self._bad_layer.fill_(-1)
         self._x.copy_(model.embed(self._tokens))
-        self._u.copy_(model.layers[0].attention_input(self._x))
+        self._input = self._keep(self._u, model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
         self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
         load_hidden(table.tensor, self._place_of, self._positions, self._hidden_before)
@@ -229,15 +230,23 @@ class DecodeStep:
     def _store(self, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None = None) -> None:
         store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, self._destinations, present)
 
+    def _keep(self, buffer: Tensor, value: Tensor) -> Tensor:
+        """Where later operations of the step find `value`: on the CPU in the buffer they declare, which is watched there; a device spares
+        the copy, since whoever reads it on another stream is done before compute lets go of it."""
+        if self._stage.device.type != "cpu":
+            return value
+        buffer.copy_(value)
+        return buffer
+
     def _write_key(self, local: int, group: int) -> None:
         """What the selection needs of its full layer, and nothing else: scoring, choosing and the plan run beside all that follows."""
         layer = self._stage.model.layers[local]
-        self._qr.copy_(layer.mla.project_latent(self._u))
-        store_key(layer, self._u, (self._cos, self._sin), self._stage.layout, group, self._destinations)
+        self._latent = self._keep(self._qr, layer.mla.project_latent(self._input))
+        store_key(layer, self._input, (self._cos, self._sin), self._stage.layout, group, self._destinations)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]
-        query, head_weights = stage.model.layers[full].full_indexer.index_query(self._u, self._qr, self._cos, self._sin)
+        query, head_weights = stage.model.layers[full].full_indexer.index_query(self._input, self._latent, self._cos, self._sin)
         select_places(
             table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scores
         )
@@ -252,27 +261,26 @@ class DecodeStep:
     def _ask(self, local: int, place: int) -> None:
         """The layer's row and its absorbed query."""
         layer = self._stage.model.layers[local]
-        store_row(layer, self._u, (self._cos, self._sin), self._stage.layout, local, self._destinations)
+        store_row(layer, self._input, (self._cos, self._sin), self._stage.layout, local, self._destinations)
         if place > 0:
-            self._qr.copy_(layer.mla.project_latent(self._u))
-        latent, rope = layer.mla.project_query(self._qr, self._cos, self._sin)
-        self._query.latent.copy_(latent)
-        self._query.rope.copy_(rope)
+            self._latent = self._keep(self._qr, layer.mla.project_latent(self._input))
+        latent, rope = layer.mla.project_query(self._latent, self._cos, self._sin)
+        self._asked = Query(self._keep(self._query.latent, latent), self._keep(self._query.rope, rope), self._query.scale)
 
     def _attend(self, local: int, group: int, place: int, table: StepTable) -> None:
         """The layer behind its selection: attention, MLP, and the norm of what comes next."""
         stage, plan, model = self._stage, self._plans[group], self._stage.model
         layer = model.layers[local]
         scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
-        attended = stage.rounds.attend(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact, self._query)
+        attended = stage.rounds.attend(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact, self._asked)
         number = stage.first_layer + local
         y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
         weight, eps = model.norm_after(local)
-        self._u.copy_(add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number))
+        self._input = self._keep(self._u, add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number))
 
     def _finish(self, table: StepTable, sampling: SamplingTable) -> None:
         model = self._stage.model
-        hidden = self._u  # the norm behind the last layer is the final one
+        hidden = self._input  # the norm behind the last layer is the final one
         store_hidden(table.tensor, self._place_of, self._positions, hidden.float())
         self._logits.copy_(model.logits(hidden))
         bad = ~torch.isfinite(self._logits).all(-1)
