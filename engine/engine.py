@@ -37,6 +37,7 @@ from engine.stage import Stage, open_stage
 from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.warm_up import warm_up
 from kernels.layout import BLOCK_ROWS
 from streams import Backend
 
@@ -44,6 +45,7 @@ __all__ = ["Engine", "Statistics"]
 
 _log = structlog.get_logger("engine")
 _DEFAULT = Sampling()
+_WARM_TOKENS = 16  # of context that a warm-up request may take, and more
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class Engine:
         )  # fmt: skip
         try:
             async with engine.running():
+                if backend is None and device.type != "cpu":
+                    room = context_max // 2
+                    sessions = min(config.decode_batch_limit, max(1, room // _WARM_TOKENS))
+                    await warm_up(engine.generate, sessions=sessions, rows=max(1, min(config.append_chunk_rows, room)))
                 yield engine
         finally:
             if owned is not None:
