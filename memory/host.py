@@ -10,6 +10,7 @@ Invariants:
 """
 
 import mmap
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -81,10 +82,46 @@ class HostBuffer:
         self.address = 0
 
 
-def available_bytes() -> int:
-    """Bytes of RAM that can be taken without swapping, as the kernel estimates (MemAvailable)."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes of RAM that can be taken without swapping or being killed: what the kernel estimates, cut to what the process's control groups
+    leave. In a container the kernel speaks of the whole machine, and a mirror of half of that would end the process.
+
+    Args: root: where /proc and /sys are.
+    Raises: OSError: the kernel gives no estimate.
+    """
+    for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return max(0, min([int(line.split()[1]) * 1024, *_group_rooms(root)]))
     raise OSError("/proc/meminfo has no MemAvailable line")
+
+
+def _group_rooms(root: Path) -> list[int]:
+    """Bytes that each control group above the process leaves; those without a limit are absent."""
+    mounts = {"": (root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")}
+    mounts["memory"] = (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    rooms = []
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for group in groups:
+        _, controllers, path = group.split(":", 2)
+        found = next((mounts[name] for name in controllers.split(",") if name in mounts), None)
+        if found is None:
+            continue
+        mount, limit, usage, cached = found
+        own = Path(path.lstrip("/"))
+        # A container may be told a path that it cannot see below its own mount: what is absent limits nothing.
+        for folder in (mount / own, *(mount / above for above in own.parents)):
+            rooms.append(_room(folder / limit, folder / usage, folder / "memory.stat", cached))
+    return [room for room in rooms if room is not None]
+
+
+def _room(limit: Path, usage: Path, statistics: Path, cached: str) -> int | None:
+    """Limit less usage; file pages that nobody used lately count as free. None: no limit, or none that can be read."""
+    try:
+        most, used = int(limit.read_text()), int(usage.read_text())
+        lines = dict(line.split() for line in statistics.read_text().splitlines())
+    except (OSError, ValueError):  # "max" is no number: no limit
+        return None
+    return most - used + int(lines.get(cached, 0))

@@ -34,13 +34,18 @@ ROW_BYTES, KEY_BYTES = LAYOUT.row.row_bytes, LAYOUT.key.key_bytes
 class DeviceLife:
     """One session on one stage. `truth`: uint8 [sum(WIDTHS)] of every logical position, its rows and then its keys."""
 
-    def __init__(self, device: torch.device, *, resident: bool, tokens_max: int, seed: int = 0) -> None:
+    def __init__(
+        self, device: torch.device, *, resident: bool, tokens_max: int, seed: int = 0, late: Callable[[], None] | None = None
+    ) -> None:
+        """Args: late: called before the first buffer is taken, to keep the default stream busy meanwhile."""
         self.device = device
         self.backend: Backend = CpuBackend() if device.type == "cpu" else DeviceBackend(device)
         self.ledger = Ledger()
         blocks = 3 * -(-tokens_max // BLOCK_ROWS)  # room to grow, and a resident session's mirror
         chunk_bytes = 5 * LAYOUT.block_bytes + 1
         self.arena = Arena(LAYOUT, blocks * LAYOUT.block_bytes, self.ledger, chunk_bytes=chunk_bytes, registration=registration_for(device))
+        if late is not None:
+            late()
         self.pool = Pool(device, None, self.ledger, backing=Slabs(device, slab_bytes=300_000))  # a few spans of pages, a dozen blocks
         self.placement: Placement = (
             Resident(LAYOUT, self.arena, self.pool, hidden=HIDDEN)

@@ -8,7 +8,7 @@ import torch
 
 from kernels.address import tensor_at
 from memory.errors import ArenaFull
-from memory.host import HostBuffer, NoRegistration
+from memory.host import HostBuffer, NoRegistration, available_bytes
 
 
 class Recorder:
@@ -78,3 +78,61 @@ def test_what_the_machine_refuses_is_arena_full() -> None:
         HostBuffer(1 << 55, NoRegistration())
     assert caught.value.missing_bytes == 1 << 55
     assert caught.value.host_missing_bytes == 1 << 55
+
+
+def machine(root: Path, groups: str, files: dict[str, str]) -> Path:
+    """A machine with 10,000 kB available, a process in `groups`, and control group files."""
+    for name, text in {"proc/meminfo": "MemTotal: 99999 kB\nMemAvailable:   10000 kB\n", "proc/self/cgroup": groups, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+ONE, TWO = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "available"),
+    [
+        pytest.param("", {}, 10_240_000, id="no groups"),
+        pytest.param("0::/\n", {TWO + "memory.max": "max", TWO + "memory.current": "1", TWO + "memory.stat": ""}, 10_240_000, id="none"),
+        pytest.param(
+            "0::/\n",
+            {TWO + "memory.max": "9000\n", TWO + "memory.current": "5000\n", TWO + "memory.stat": "anon 7\ninactive_file 300\n"},
+            4300,
+            id="own limit, unused file pages free",
+        ),
+        pytest.param(
+            "1:cpu:/\n0::/a/b\n",
+            {
+                TWO + "a/memory.max": "800\n", TWO + "a/memory.current": "100\n", TWO + "a/memory.stat": "anon 1\n",
+                TWO + "a/b/memory.max": "max\n", TWO + "a/b/memory.current": "50\n", TWO + "a/b/memory.stat": "anon 1\n",
+            },
+            700,
+            id="limit of the group above",
+        ),
+        pytest.param(
+            "4:hugetlb,memory:/box\n0::/\n",
+            {
+                ONE + "memory.limit_in_bytes": "5000\n", ONE + "memory.usage_in_bytes": "1000\n",
+                ONE + "memory.stat": "inactive_file 9\ntotal_inactive_file 20\n",
+            },
+            4020,
+            id="first version, path not to be seen",
+        ),
+        pytest.param(
+            "0::/\n", {TWO + "memory.max": "100\n", TWO + "memory.current": "300\n", TWO + "memory.stat": ""}, 0, id="over its limit",
+        ),
+        pytest.param("0::/\n", {TWO + "memory.max": "junk", TWO + "memory.current": "", TWO + "memory.stat": "x"}, 10_240_000, id="junk"),
+    ],
+)  # fmt: skip
+def test_what_is_available_ends_at_the_control_group(tmp_path: Path, groups: str, files: dict[str, str], available: int) -> None:
+    """The kernel's estimate, or what the tightest control group above the process leaves; what cannot be read limits nothing."""
+    assert available_bytes(machine(tmp_path, groups, files)) == available
+
+
+def test_without_an_estimate_nothing_is_guessed(tmp_path: Path) -> None:
+    """A kernel that does not say MemAvailable is an error."""
+    root = machine(tmp_path, "", {"proc/meminfo": "MemTotal: 1 kB\n"})
+    with pytest.raises(OSError, match="MemAvailable"):
+        available_bytes(root)

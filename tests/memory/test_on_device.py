@@ -170,8 +170,7 @@ async def test_nothing_of_a_step_waits_for_the_device(resident: bool) -> None:
 async def test_late_zeroes_do_not_reach_rows(resident: bool) -> None:
     """Buffers whose zeroing is far behind on the default stream are used at once, and again after a grow: no row is zeroed afterwards."""
     work, _ = busy()
-    work()
-    life = DeviceLife(CARD, resident=resident, tokens_max=300, seed=4)
+    life = DeviceLife(CARD, resident=resident, tokens_max=300, seed=4, late=work)
     assert outside_streams(CARD)
     for rows in (3, 70):
         work()
