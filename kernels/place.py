@@ -12,7 +12,11 @@ from torch import Tensor
 from kernels.address import values_at
 from kernels.layout import TableField
 
-__all__ = ["NoKernel", "live_rows", "on_cpu", "only_cpu", "state_values"]
+__all__ = ["BULK_ROWS", "NoKernel", "live_rows", "on_cpu", "only_cpu", "state_values"]
+
+# A step has at most this many rows (decode batch x (drafts + 1)) and its kernels promise a row the same bits in any company. More rows are
+# an append's, which promises less (architecture, exactness) and may use the library's products and tiles of many rows.
+BULK_ROWS = 128
 
 
 class NoKernel(Exception):

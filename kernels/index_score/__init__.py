@@ -13,6 +13,8 @@ from kernels.place import on_cpu
 
 __all__ = ["index_scores"]
 
+_TILE_ROWS_MAX = 16  # more rows are a tile of an append's, for which the keys are read once; fewer would be padding in its products
+
 
 def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor) -> None:
     """Score positions 0 to keys - 1. Scores may be negative; nothing is masked.
@@ -35,9 +37,14 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
         assert isinstance(keys, int), "the reference takes a count"
         reference.index_scores(query, head_weights, pages, keys, layout, out)
         return
+    assert out.stride(1) == 1, "scores of a row do not lie side by side"
+    if query.shape[0] > _TILE_ROWS_MAX and isinstance(keys, int):
+        from kernels.index_score import bulk
+
+        bulk.index_scores(query, head_weights, pages, keys, layout, out)
+        return
     from kernels.index_score import kernel
 
-    assert out.stride(1) == 1, "scores of a row do not lie side by side"
     kernel.index_scores(query, head_weights, pages, keys, layout, out)
 
 

@@ -3,15 +3,15 @@
 A weight is a tensor or `BlockFp8`, which stays FP8 in memory. On a device a weight may be narrower than the rows (bf16 or FP8 under
 float32 rows): products are exact and sums float32 there.
 
-Row-invariant: see `kernels`. Refused: one product over all rows; a batch of tiles in one call (no faster, and its shape would follow
-the number of rows).
+Row-invariant: see `kernels`; on a device up to BULK_ROWS rows. More are an append's and take the library's product (`bulk.py`). Refused:
+one product over a step's rows; a batch of tiles in one call (no faster, and its shape would follow the number of rows).
 """
 
 from torch import Tensor
 
 from kernels.linear import reference
 from kernels.linear.block_fp8 import BlockFp8
-from kernels.place import on_cpu
+from kernels.place import BULK_ROWS, on_cpu
 
 __all__ = ["BlockFp8", "linear", "heads_linear"]
 
@@ -26,6 +26,10 @@ def linear(x: Tensor, weight: Tensor | BlockFp8) -> Tensor:
     assert x.shape[1] == weight.shape[1], f"rows are {x.shape[1]} wide, the weight {weight.shape[1]}"
     if on_cpu("linear", x):
         return reference.linear(x, weight.dequantised(x.dtype) if isinstance(weight, BlockFp8) else weight)
+    if x.shape[0] > BULK_ROWS:
+        from kernels.linear import bulk
+
+        return bulk.linear(x, weight)
     from kernels.linear import kernel
 
     return kernel.linear(x, weight)
@@ -41,6 +45,10 @@ def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
     assert x.shape[1:] == (weight.shape[0], weight.shape[2]), f"rows {tuple(x.shape)} do not fit weight {tuple(weight.shape)}"
     if on_cpu("heads_linear", x):
         return reference.heads_linear(x, weight)
+    if x.shape[0] > BULK_ROWS:
+        from kernels.linear import bulk
+
+        return bulk.heads_linear(x, weight)
     from kernels.linear import kernel
 
     return kernel.heads_linear(x, weight)

@@ -1,4 +1,5 @@
-"""Gated MLPs: dense (`gated_mlp`), the router (`route`) and the routed experts (`experts`). Row-invariant: see `kernels`.
+"""Gated MLPs: dense (`gated_mlp`), the router (`route`) and the routed experts (`experts`). Row-invariant: see `kernels`; on a device up
+to BULK_ROWS rows, and `bulk.py` takes more.
 
 Choices kept: the router's bias steers the choice only and never the weights; dropped groups get -inf, not 0 (biases may be negative).
 The shared expert is a `gated_mlp` of its own that the model adds: no gate, no factor.
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from kernels.linear.block_fp8 import BlockFp8
 from kernels.moe import reference
-from kernels.place import on_cpu
+from kernels.place import BULK_ROWS, on_cpu
 
 __all__ = ["gated_mlp", "route", "experts"]
 
@@ -24,6 +25,10 @@ def gated_mlp(y: Tensor, gate: Tensor | BlockFp8, up: Tensor | BlockFp8, down: T
     """
     if on_cpu("gated_mlp", y):
         return reference.gated_mlp(y, *(_plain(weight, y) for weight in (gate, up, down)))
+    if y.shape[0] > BULK_ROWS:
+        from kernels.moe import bulk
+
+        return bulk.gated_mlp(y, gate, up, down)
     from kernels.moe import kernel
 
     return kernel.gated_mlp(y, gate, up, down)
@@ -70,6 +75,10 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor | B
     assert gate_up.shape[1] == 2 * down.shape[2], f"gate_up {tuple(gate_up.shape)} does not fit down {tuple(down.shape)}"
     if on_cpu("experts", y):
         return reference.experts(y, expert_of, weight_of, _plain(gate_up, y), _plain(down, y))
+    if y.shape[0] > BULK_ROWS:
+        from kernels.moe import bulk
+
+        return bulk.experts(y, expert_of, weight_of, gate_up, down)
     from kernels.moe import kernel
 
     return kernel.experts(y, expert_of, weight_of, gate_up, down)

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear import bulk
 from kernels.linear.kernel import linear
+from kernels.place import BULK_ROWS
 from kernels.select.kernel import rank_of
 
 __all__ = ["route"]
@@ -85,8 +87,9 @@ def route(
     expert_of = torch.empty((rows, experts_per_token), dtype=torch.int64, device=y.device)
     weight_of = torch.empty((rows, experts_per_token), dtype=torch.float32, device=y.device)
     if rows:
+        product = bulk.linear if rows > BULK_ROWS else linear
         _choose[(rows,)](
-            linear(y, gate.float(), torch.float32), bias, expert_of, weight_of, FACTOR=factor, EXPERTS=count, SLOTS=experts_per_token,
+            product(y, gate.float(), torch.float32), bias, expert_of, weight_of, FACTOR=factor, EXPERTS=count, SLOTS=experts_per_token,
             GROUPS=groups, KEPT=groups_kept, NORMALISE=normalise, BLOCK=triton.next_power_of_2(count),
             SLOTS_BLOCK=triton.next_power_of_2(experts_per_token), GROUPS_BLOCK=triton.next_power_of_2(groups), num_warps=1,
         )  # fmt: skip

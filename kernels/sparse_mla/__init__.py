@@ -2,15 +2,16 @@
 
 Row-invariant: see `kernels`. `sparse_mla` reads rows that a gather brought; `sparse_mla_indexed` reads a history laid out by position,
 for appends, and gives the same bits. `sparse_mla_packed` and `sparse_mla_addresses` do the same over packed rows, in a compact buffer or
-wherever each lies, which a device dequantises in registers. Refused: a smaller k while the history is short (a product's shape would
-follow the length), and a batched product over rows (its shape would follow their number).
+wherever each lies, which a device dequantises in registers; more than BULK_ROWS query rows over one history are an append's (`bulk.py`).
+Refused: a smaller k while the history is short (a product's shape would follow the length), and a batched product over rows (its shape
+would follow their number).
 """
 
 import torch
 from torch import Tensor
 
 from kernels.layout import RowLayout
-from kernels.place import on_cpu
+from kernels.place import BULK_ROWS, on_cpu
 from kernels.sparse_mla import reference
 
 __all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed"]
@@ -47,6 +48,10 @@ def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor,
     assert latent.dim() == 2, f"a history is [positions, latent], not {tuple(latent.shape)}"
     if on_cpu("sparse_mla_indexed", query_latent):
         return reference.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
+    if query_latent.shape[0] > BULK_ROWS:
+        from kernels.sparse_mla import bulk
+
+        return bulk.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
     from kernels.sparse_mla import kernel
 
     return kernel.sparse_mla_indexed(query_latent, query_rope, latent, rope, selection, scale)
@@ -65,6 +70,10 @@ def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, se
     assert rows.dim() == 2 or rows.shape[:2] == selection.shape, f"{tuple(selection.shape)} picks, rows {tuple(rows.shape)}"
     if on_cpu("sparse_mla_packed", query_latent):
         return reference.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
+    if query_latent.shape[0] > BULK_ROWS and rows.dim() == 2:
+        from kernels.sparse_mla import bulk
+
+        return bulk.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
     from kernels.sparse_mla import kernel
 
     return kernel.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
