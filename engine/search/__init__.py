@@ -11,6 +11,7 @@ Parts
     scenario.py        a scenario, one sealed run of it, and its finding
     clients.py         clients of a watched engine; conversations.py: scenarios with them
     ground.py          sessions of the memory layer without a model; lives.py: scenarios with them
+    awaits.py          a coroutine cancelled at its nth await; cuts.py: scenarios that try all of them in turn
     hunt.py            many seeds over many processes, the smallest that fails, its tape
 
 Invariants

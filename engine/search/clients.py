@@ -19,6 +19,7 @@ from engine.protocol import SessionId
 from engine.search.reference import Reference, Script, greedy
 from engine.search.scenario import Scene
 from engine.search.watch import PoisonedArena, PoisonedPool, check_stage
+from engine.search.watched_rounds import WatchedRounds
 from engine.session import Phase, Session
 from engine.stage import Stage
 from kernels.layout import BLOCK_ROWS
@@ -35,18 +36,22 @@ async def open_engine(scene: Scene, **settings: object) -> AsyncIterator[tuple[E
     makers = {"arena_of": PoisonedArena, "pool_of": PoisonedPool}
     stage, watched = scene.bench.stage(config, scene.backend, scene.watch, **makers)
     engine = scene.bench.engine(config, stage)
+    scene.at_end.append(lambda: _check_end(engine, stage, watched))  # also when whoever uses the engine is cancelled
     try:
         async with engine.running():
             yield engine, stage
-        statistics = engine.statistics()
-        assert (statistics.sessions, statistics.running, statistics.waiting) == (0, 0, 0), f"the engine ended with {statistics}"
     except Exception as error:
         if watched.wrong:  # what broke the step is the finding, not that it broke
             raise watched.wrong[0] from error
         raise
+
+
+def _check_end(engine: Engine, stage: Stage, watched: WatchedRounds) -> None:
     if watched.wrong:
         raise watched.wrong[0]
-    scene.at_end.append(lambda: check_stage(stage))
+    statistics = engine.statistics()
+    assert (statistics.sessions, statistics.running, statistics.waiting) == (0, 0, 0), f"the engine ended with {statistics}"
+    check_stage(stage)
 
 
 async def rounds(count: int) -> None:

@@ -29,7 +29,7 @@ FULL = Script("full", (Turn(60, 212, 12),))  # more rows than a ring holds
 SCRIPTS = (EDGE, SHORT, WHOLE, LONG, TAIL, LATE, FULL)
 
 
-def _settings(rng: random.Random) -> dict[str, object]:
+def settings_of(rng: random.Random) -> dict[str, object]:
     """What may differ without changing a token."""
     return {
         "hot_rows": rng.choice((TOP_K, TOP_K + 1, 2 * TOP_K)),
@@ -60,7 +60,7 @@ async def decode(scene: Scene) -> None:
     """Two or three sessions decode side by side, blocks fill and are copied, a second turn follows."""
     scripts = scene.rng.sample((EDGE, SHORT, WHOLE, TAIL, LATE), scene.rng.choice((2, 2, 3)))
     await _references(scene, scripts)
-    async with open_engine(scene, **_settings(scene.rng)) as (engine, _):
+    async with open_engine(scene, **settings_of(scene.rng)) as (engine, _):
         await _all(await _clients(scene, engine, scripts))
     if not scene.faulty:
         assert scene.watch.rises + scene.watch.gathers > 0, "the oracle compared nothing"
@@ -70,7 +70,7 @@ async def append(scene: Scene) -> None:
     """Long prompts come in while others decode; one of them a single token."""
     scripts = [scene.rng.choice((EDGE, SHORT)), LONG, scene.rng.choice((TAIL, LATE, WHOLE))]
     await _references(scene, scripts)
-    async with open_engine(scene, **{**_settings(scene.rng), "append_chunk_rows": scene.rng.choice((17, 20, 64))}) as (engine, _):
+    async with open_engine(scene, **{**settings_of(scene.rng), "append_chunk_rows": scene.rng.choice((17, 20, 64))}) as (engine, _):
         clients = await _clients(scene, engine, scripts)
         first = asyncio.ensure_future(clients[0].talk())
         await rounds(scene.rng.randrange(60))
@@ -83,7 +83,7 @@ async def stop(scene: Scene) -> None:
     """Turns end at a stop token that the host sees when the next step is in flight already: it is rolled back, and the next turn begins."""
     scripts = [scene.rng.choice((EDGE, LATE)), scene.rng.choice((TAIL, SHORT, WHOLE))]
     await _references(scene, scripts)
-    async with open_engine(scene, **_settings(scene.rng)) as (engine, _):
+    async with open_engine(scene, **settings_of(scene.rng)) as (engine, _):
         clients = await _clients(scene, engine, scripts)
         for client in clients:
             client.stopping = True
@@ -94,7 +94,7 @@ async def cancel(scene: Scene) -> None:
     """A client is cancelled wherever it waits, perhaps more than once, and goes on from where its session stands."""
     scripts = [scene.rng.choice((EDGE, LATE, LONG)), scene.rng.choice((TAIL, SHORT, WHOLE))]
     await _references(scene, scripts)
-    async with open_engine(scene, **_settings(scene.rng)) as (engine, _):
+    async with open_engine(scene, **settings_of(scene.rng)) as (engine, _):
         clients = await _clients(scene, engine, scripts)
         other = asyncio.ensure_future(clients[1].talk())
         for _ in range(scene.rng.choice((1, 2, 3))):
@@ -114,7 +114,7 @@ async def flush(scene: Scene) -> None:
     """After a turn the session is brought to RAM whole, copies of its blocks and another session's steps still in flight."""
     scripts = [scene.rng.choice((EDGE, LATE)), scene.rng.choice((SHORT, WHOLE))]
     await _references(scene, scripts)
-    async with open_engine(scene, **_settings(scene.rng)) as (engine, stage):
+    async with open_engine(scene, **settings_of(scene.rng)) as (engine, stage):
         clients = await _clients(scene, engine, scripts)
 
         async def between(client: Client) -> None:
@@ -151,7 +151,7 @@ async def scarce(scene: Scene) -> None:
     scene.rng.shuffle(scripts)
     await _references(scene, scripts)
     blocks = scene.rng.choice((3, 4))
-    settings = {**_settings(scene.rng), "host_memory_bytes": blocks * _block_bytes(scene)}
+    settings = {**settings_of(scene.rng), "host_memory_bytes": blocks * _block_bytes(scene)}
     async with open_engine(scene, **settings) as (engine, _):
         clients = await _clients(scene, engine, scripts)
         async with asyncio.TaskGroup() as group:
