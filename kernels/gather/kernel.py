@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, GroupField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
-__all__ = ["fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["copied_rows", "fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 SLOTS = tl.constexpr(GroupField.SLOTS)
@@ -43,6 +43,12 @@ def _store_rows(address, rows, WORDS: tl.constexpr, PADDED: tl.constexpr):
     word = tl.arange(0, PADDED)
     start = tl.multiple_of(address.to(INT32), 16)
     tl.store(start[:, None] + word[None, :], rows, mask=(address != 0)[:, None] & (word < WORDS)[None, :])
+
+
+@triton.jit
+def copied_rows(source, to, WORDS: tl.constexpr, PADDED: tl.constexpr):
+    """Copy rows of WORDS 32-bit words between addresses int64 [rows], all of them at once; nothing from or to address 0."""
+    _store_rows(to, _load_rows(source, WORDS, PADDED), WORDS, PADDED)
 
 
 @triton.jit(do_not_specialize=["rows"])

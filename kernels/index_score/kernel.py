@@ -27,7 +27,8 @@ __all__ = ["index_scores", "score_places"]
 BLOCK_KEYS = 64
 ROWS_MAX = 4  # query rows that share one reading of the keys
 PROGRAMS = 528
-_STAGES = 3
+STAGES = 3
+WARPS = 4
 INT64 = tl.constexpr(tl.pointer_type(tl.int64))
 PAGE = tl.constexpr(PAGE_KEYS)
 ROWS = tl.constexpr(TableField.ROWS)
@@ -137,7 +138,7 @@ def _shapes(
         "w_head": head_weights.stride(1), "WORKERS": max(1, min(PROGRAMS // owners, triton.cdiv(columns, BLOCK_KEYS))),
         "GROUP_ROWS": group_rows, "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.key_bytes // (4 if wide else 2),
         "HEADS_BLOCK": max(16, triton.next_power_of_2(heads)), "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)), "BLOCK": BLOCK_KEYS,
-        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": 4, "num_stages": _STAGES,
+        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": WARPS, "num_stages": STAGES,
     }  # fmt: skip
 
 

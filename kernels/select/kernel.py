@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["CHUNK", "cut_of", "find_cuts", "rank_of", "select", "taken_of", "tally"]
 
 CHUNK = 4096
-_WARPS = 8
+WARPS = 8
 _DIGITS = 256
 _PASSES = 4
 
@@ -147,7 +147,7 @@ def find_cuts(scores: Tensor, first: Tensor, last: Tensor, limit: int, limits: T
     for number in range(_PASSES):
         _count[(triton.cdiv(columns, CHUNK), rows)](
             scores, scores.stride(0), columns, first, last, first if limits is None else limits, limit, states, counts,
-            PASS=number, PER_ROW=limits is not None, CHUNK=CHUNK, num_warps=_WARPS,
+            PASS=number, PER_ROW=limits is not None, CHUNK=CHUNK, num_warps=WARPS,
         )  # fmt: skip
     return states, counts
 
@@ -164,11 +164,11 @@ def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> 
     chunks = triton.cdiv(columns, CHUNK)
     tallies = torch.empty((rows, chunks, 2), dtype=torch.int32, device=scores.device)
     tally[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=CHUNK, num_warps=_WARPS
+        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=CHUNK, num_warps=WARPS
     )  # fmt: skip
     _write[(chunks, rows)](
         scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), CHUNKS=chunks,
-        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=CHUNK, num_warps=_WARPS,
+        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ _SCORES = {
     "last": "*i64",
     "states": "*i32",
     "counts": "*i32",
-    "num_warps": _WARPS,
+    "num_warps": WARPS,
 }
 _FOUND = _SCORES | {"tallies": "*i32", "CHUNKS": 256, "CHUNK": CHUNK}
 COMPILE = [

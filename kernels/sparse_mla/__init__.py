@@ -2,19 +2,20 @@
 
 Row-invariant: see `kernels`. `sparse_mla` reads rows that a gather brought; `sparse_mla_indexed` reads a history laid out by position,
 for appends, and gives the same bits. `sparse_mla_packed` and `sparse_mla_addresses` do the same over packed rows, in a compact buffer or
-wherever each lies, which a device dequantises in registers; more than BULK_ROWS query rows over one history are an append's (`bulk.py`).
-Refused: a smaller k while the history is short (a product's shape would follow the length), and a batched product over rows (its shape
-would follow their number).
+wherever each lies, which a device dequantises in registers; `sparse_mla_round` finds them by a round's plan. More than BULK_ROWS query
+rows over one history are an append's (`bulk.py`). Refused: a smaller k while the history is short (a product's shape would follow the
+length), and a batched product over rows (its shape would follow their number).
 """
 
 import torch
 from torch import Tensor
 
-from kernels.layout import RowLayout
+from kernels.layout import RowLayout, TableLayout
 from kernels.place import BULK_ROWS, on_cpu
+from kernels.round.plan import RoundPlan
 from kernels.sparse_mla import reference
 
-__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed"]
+__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed", "sparse_mla_round"]
 
 
 def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
@@ -94,6 +95,39 @@ def sparse_mla_addresses(
     from kernels.sparse_mla import kernel
 
     return kernel.sparse_mla_addresses(query_latent, query_rope, addresses, layout, scale, offset_bytes)
+
+
+def sparse_mla_round(
+    query_latent: Tensor,
+    query_rope: Tensor,
+    plan: RoundPlan,
+    table: Tensor,
+    table_layout: TableLayout,
+    place_of: Tensor,
+    group: int,
+    layer_in_group: int,
+    offset_bytes: int,
+    layout: RowLayout,
+    scale: float,
+    scratch: Tensor | None,
+) -> Tensor:
+    """Attend to one layer's rows as a plan finds them, and fill the hot slots it assigned: `gather_round` and `sparse_mla_packed` in one.
+
+    The bits are theirs. On a device no compact copy is made, and a selected pick that has no address is unused.
+    plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, scratch: as in `kernels.gather.gather_round`.
+    query_latent, query_rope, scale, the result: as in `sparse_mla`, a row each of the plan's.
+    """
+    _check_packed(query_latent, query_rope, layout)
+    assert query_latent.shape[0] == plan.rows, f"{query_latent.shape[0]} queries for a plan of {plan.rows} rows"
+    if on_cpu("sparse_mla_round", query_latent):
+        return reference.sparse_mla_round(
+            query_latent, query_rope, plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, layout, scale, scratch
+        )
+    from kernels.sparse_mla import planned
+
+    return planned.sparse_mla_round(
+        query_latent, query_rope, plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, layout, scale, scratch
+    )
 
 
 def _check_packed(query_latent: Tensor, query_rope: Tensor, layout: RowLayout) -> None:

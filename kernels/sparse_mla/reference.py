@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.address import rows_at
-from kernels.layout import RowLayout
+from kernels.gather import reference as gather_reference
+from kernels.layout import RowLayout, TableLayout
+from kernels.place import live_rows
 from kernels.quantize.reference import unpack_rows
+from kernels.round.plan import RoundPlan
 from kernels.tile import empty_tiles
 
-__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed"]
+__all__ = ["sparse_mla", "sparse_mla_addresses", "sparse_mla_indexed", "sparse_mla_packed", "sparse_mla_round"]
 
 
 def sparse_mla(query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, scale: float) -> Tensor:
@@ -44,6 +47,18 @@ def sparse_mla_addresses(
     used = addresses != 0
     rows[used] = rows_at(addresses[used] + offset_bytes, layout.row_bytes)
     selection = torch.where(used, 0, -1)
+    return sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
+
+
+def sparse_mla_round(
+    query_latent: Tensor, query_rope: Tensor, plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int,
+    layer_in_group: int, offset_bytes: int, layout: RowLayout, scale: float, scratch: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Gather, then attend; see the package page."""
+    rows = torch.empty((plan.rows, plan.picks, layout.row_bytes), dtype=torch.uint8)
+    gather_reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, layout.row_bytes, rows, scratch)
+    _, live = live_rows(table, place_of)
+    selection = torch.where(live[:, None], plan.selection, -1)
     return sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
 
 
