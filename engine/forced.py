@@ -1,19 +1,18 @@
 """Selections that miss at a chosen rate, for measuring where a model's own weights do not give a usual one.
 
 Chosen when a stage opens; the step scores and selects as always and then overwrites its picks. Knows no placement: the picks depend on
-the position alone, so both placements read the same rows. What the model then says means nothing.
+the position alone (`kernels/forced`), so both placements read the same rows. What the model then says means nothing.
 
 Invariants:
 1. Picks are ascending, distinct, and below the row's own position + 1; rows whose context is no longer than the selection stay as they are.
 2. From one position to the next all but `fresh` picks stay; a fresh pick comes back only after all others of its range.
 """
 
-import torch
 from torch import Tensor
 
-__all__ = ["ForcedSelection"]
+from kernels.forced import force_picks
 
-_POWERS = 40  # contexts are below 2^40
+__all__ = ["ForcedSelection"]
 
 
 class ForcedSelection:
@@ -24,7 +23,6 @@ class ForcedSelection:
         assert 0 < miss_rate <= 1, f"a miss rate of {miss_rate}"
         self._picks = picks
         self.fresh = max(1, round(miss_rate * picks))
-        self._stable = picks - self.fresh
 
     def overwrite(self, positions: Tensor, selection: Tensor) -> None:
         """Replace the picks of rows whose context is long enough.
@@ -33,15 +31,4 @@ class ForcedSelection:
         selection  [rows, picks]  int32  overwritten
         """
         assert selection.shape == (positions.shape[0], self._picks), f"{tuple(selection.shape)} picks for {self._picks}"
-        device, stable, fresh = positions.device, self._stable, self.fresh
-        # A range that grows by doubling: one that grew with the context would shift every fresh pick at every step.
-        powers = torch.ones(_POWERS, dtype=torch.int64, device=device) << torch.arange(_POWERS, device=device)
-        room = positions + 1 - stable
-        largest = torch.where(powers <= room[:, None], powers, 1).amax(1)
-        stride = largest // fresh
-        usable = (positions + 1 > self._picks) & (stride >= 1)
-        turn = positions % stride.clamp_min(1)
-        kept = torch.arange(stable, device=device).expand(positions.shape[0], stable)
-        moving = stable + torch.arange(fresh, device=device) * stride[:, None] + turn[:, None]
-        forced = torch.cat([kept, moving], 1).to(torch.int32)
-        selection.copy_(torch.where(usable[:, None], forced, selection))
+        force_picks(positions, self.fresh, selection)
