@@ -3,6 +3,7 @@
 Run with `-m gpu`.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,11 +41,13 @@ def near(got: Tensor, wanted: Tensor, bound: float) -> None:
 @contextmanager
 def no_host_wait() -> Iterator[None]:
     """Fail when the host waits for the device; kernels must be compiled before."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def again(compute: Callable[[], Tensor]) -> Tensor:
