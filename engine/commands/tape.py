@@ -36,7 +36,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_export(export)
     diff = actions.add_parser("diff", help="name the first event where two tapes part; exit 1 if they do", allow_abbrev=False)
     add_diff(diff)
-    search = actions.add_parser("search", help="run scenarios under many seeds; exit 1 and the smallest failing seed's tape on a finding")
+    search = actions.add_parser(
+        "search", help="run scenarios under many seeds; exit 1 and the smallest failing seed's tape on a finding", allow_abbrev=False
+    )
     search.add_argument("--seeds", metavar="N", help=f"how many (default: {_SEEDS})")
     search.add_argument("--seed", metavar="N", help="run this one alone, as it would be among the others")
     search.add_argument("--scenario", metavar="NAME", action="append", help="only this one; may be given more than once")
@@ -70,7 +72,8 @@ def _search(invocation: Invocation) -> int:
     else:
         with Bar("searching", "search.running", "seeds", console) as bar:
             outcome = hunt(seeds or _SEEDS, names, progress=bar.update)
-    speed = f"{outcome.seeds:,} seeds in {outcome.seconds:.0f} s, {outcome.seeds / outcome.seconds:.1f} seeds/s"
+    many = "" if outcome.seeds == 1 else "s"
+    speed = f"{outcome.seeds:,} seed{many} in {outcome.seconds:.0f} s, {outcome.seeds / outcome.seconds:.1f} seeds/s"
     if outcome.finding is None:
         console.print(f"{speed}: nothing found")
         return 0
