@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 import numpy
+import structlog
 from torch import Tensor
 
 from kernels.layout import BlockLayout
 from memory.errors import ArenaFull
 from memory.host import HostBuffer, NoRegistration, Registration
 from memory.ledger import Ledger
+from streams.clock import RealClock
 
 __all__ = ["Arena", "ArenaStatistics", "BlockId", "BlockPlace"]
 
 BlockId = NewType("BlockId", int)
 
+_log = structlog.get_logger("memory")
 CHUNK_BYTES = 1 << 30  # drivers register a gigabyte in well under a second; larger chunks only coarsen the progress shown
 
 
@@ -72,7 +75,18 @@ class Arena:
         self._chunk_blocks = max(1, chunk_bytes // self._block_bytes)
         self._ledger = ledger
         self._chunks: list[HostBuffer] = []
-        registration = registration or NoRegistration()
+        self._allocate(registration or NoRegistration(), progress)
+        self._references = numpy.zeros(self._blocks, dtype=numpy.int32)
+        self._freed = array("q")  # a stack; the block freed last is the likeliest to be in the processor's caches
+        self._untouched = 0  # blocks from here on were never taken
+        self._reserved = 0
+        self._allocated_bytes = sum(chunk.allocated_bytes for chunk in self._chunks)
+        ledger.charge("host", "arena", self._blocks * self._block_bytes, self._allocated_bytes)
+
+    def _allocate(self, registration: Registration, progress: Callable[[int, int], None] | None) -> None:
+        """Make the chunks, or none."""
+        clock = RealClock()
+        began_ns = clock.now_ns()
         try:
             for first in range(0, self._blocks, self._chunk_blocks):
                 blocks = min(self._chunk_blocks, self._blocks - first)
@@ -83,12 +97,9 @@ class Arena:
             for chunk in self._chunks:
                 chunk.close()
             raise
-        self._references = numpy.zeros(self._blocks, dtype=numpy.int32)
-        self._freed = array("q")  # a stack; the block freed last is the likeliest to be in the processor's caches
-        self._untouched = 0  # blocks from here on were never taken
-        self._reserved = 0
-        self._allocated_bytes = sum(chunk.allocated_bytes for chunk in self._chunks)
-        ledger.charge("host", "arena", self._blocks * self._block_bytes, self._allocated_bytes)
+        if not isinstance(registration, NoRegistration):
+            seconds = (clock.now_ns() - began_ns) / 1e9
+            _log.info("mirror.registered", bytes=self._blocks * self._block_bytes, chunks=len(self._chunks), seconds=round(seconds, 3))
 
     @property
     def available(self) -> int:
