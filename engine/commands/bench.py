@@ -7,12 +7,14 @@ runs, because torch takes seconds to import and --help needs none of it.
 import argparse
 
 from engine import logs
-from engine.commands import bench_append, bench_decode
+from engine.commands import bench_append, bench_decode, bench_kernels, bench_parity, bench_round
 from engine.commands.command import Command, Invocation
 
 __all__ = ["ACTIONS", "COMMAND"]
 
-ACTIONS: tuple[Command, ...] = (bench_decode.COMMAND, bench_append.COMMAND)
+ACTIONS: tuple[Command, ...] = (
+    bench_decode.COMMAND, bench_append.COMMAND, bench_parity.COMMAND, bench_kernels.COMMAND, bench_round.COMMAND,
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
