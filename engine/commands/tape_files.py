@@ -61,11 +61,13 @@ def run_export(invocation: Invocation) -> int:
 
 
 def run_diff(invocation: Invocation) -> int:
-    """Returns 0 when the tapes hold the same events, times, notes and names of sessions aside; else 1."""
+    """Returns 0 when the tapes hold the same events, times, waits, notes and names of sessions aside; else 1."""
     tape, other = (read_tape(str(invocation.options[name])) for name in ("tape", "other"))
     difference = tape.diff(other)
     if difference is None:
-        print(f"the same {len(tape.records):,} records")
+        from streams.tape import Completed, Submitted
+
+        print(f"the same {sum(isinstance(record, Submitted | Completed) for record in tape.records):,} submissions and completions")
         return 0
     print(difference)
     return 1

@@ -181,10 +181,12 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "time"))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--tape", type=Path, help="file to keep the tape in (default: none is kept)")
     parser.add_argument("--model", type=Path, help="default: a tiny one with random weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, tape = options.model or make_checkpoint(Path(folder), "shared"), Path(folder) / "cost.jsonl"
+        model = options.model or make_checkpoint(Path(folder), "shared")
+        tape = options.tape or Path(folder) / "cost.jsonl"
         if options.what == "memory":
             marks = [options.steps * part // 10 for part in (1, 2, 4, 6, 8, 10)]
             sizes = asyncio.run(resident_sizes(model, tape, marks))
