@@ -87,7 +87,8 @@ class DecodeStep:
         self._query = Query(states(places, config.heads, config.latent), states(places, config.heads, config.rope), config.scale)
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
         self._plans = [RoundPlan.empty(places, picks, device) for _ in stage.main_groups]
-        self._compact = torch.zeros((places, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
+        copied = places if device.type == "cpu" else 0  # a device attends to rows where they lie
+        self._compact = torch.zeros((copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         longest = max(len(group) for group in stage.main_groups)
         scratch_rows = places * picks if stage.rounds.prefetches else 1
         self._scratch = [torch.zeros((scratch_rows, layout.row.row_bytes), dtype=torch.uint8, device=device) for _ in range(longest - 1)]
