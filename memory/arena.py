@@ -15,20 +15,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
 import numpy
-import structlog
 from torch import Tensor
 
 from kernels.layout import BlockLayout
 from memory.errors import ArenaFull
 from memory.host import HostBuffer, NoRegistration, Registration
 from memory.ledger import Ledger
-from streams.clock import RealClock
 
 __all__ = ["Arena", "ArenaStatistics", "BlockId", "BlockPlace"]
 
 BlockId = NewType("BlockId", int)
 
-_log = structlog.get_logger("memory")
 CHUNK_BYTES = 1 << 30  # drivers register a gigabyte in well under a second; larger chunks only coarsen the progress shown
 
 
@@ -85,8 +82,6 @@ class Arena:
 
     def _allocate(self, registration: Registration, progress: Callable[[int, int], None] | None) -> None:
         """Make the chunks, or none."""
-        clock = RealClock()
-        began_ns = clock.now_ns()
         try:
             for first in range(0, self._blocks, self._chunk_blocks):
                 blocks = min(self._chunk_blocks, self._blocks - first)
@@ -97,9 +92,7 @@ class Arena:
             for chunk in self._chunks:
                 chunk.close()
             raise
-        if not isinstance(registration, NoRegistration):
-            seconds = (clock.now_ns() - began_ns) / 1e9
-            _log.info("mirror.registered", bytes=self._blocks * self._block_bytes, chunks=len(self._chunks), seconds=round(seconds, 3))
+        registration.announce()
 
     @property
     def available(self) -> int:

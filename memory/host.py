@@ -32,6 +32,10 @@ class Registration(Protocol):
         """The inverse; called once for each successful `register`."""
         ...
 
+    def announce(self) -> None:
+        """All that was wanted is registered: log it, if there is anything to say."""
+        ...
+
 
 class NoRegistration:
     """The CPU's: host addresses are device addresses."""
@@ -43,6 +47,9 @@ class NoRegistration:
 
     def unregister(self, host_address: int) -> None:
         assert host_address != 0
+
+    def announce(self) -> None:
+        """Nothing happened that anybody must know."""
 
 
 class HostBuffer:

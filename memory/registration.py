@@ -22,6 +22,7 @@ from kernels.gather import gather_rows
 from memory.errors import RegistrationRefused
 from memory.host import NoRegistration, Registration, available_bytes
 from memory.numa import node_of, prefer_node
+from streams.clock import RealClock
 
 __all__ = ["DeviceRegistration", "Runtime", "registration_for"]
 
@@ -62,6 +63,8 @@ class DeviceRegistration:
         self._read = _read_by_device if reader is None else reader
         self._size_of: dict[int, int] = {}  # by address
         self._node_refused = False
+        self._clock = RealClock()
+        self._registering_ns = 0
 
     def register(self, host_address: int, size_bytes: int) -> int:
         """Page-lock and map; touches every page. Returns the device address of the same bytes.
@@ -71,6 +74,7 @@ class DeviceRegistration:
         """
         assert size_bytes >= _ROW_BYTES, f"registration of {size_bytes} bytes"
         assert host_address not in self._size_of, f"{host_address:#x} is registered already"
+        began_ns = self._clock.now_ns()
         self._prefer_near(host_address, size_bytes)
         code = int(self._runtime.cudaHostRegister(host_address, size_bytes, _PORTABLE_MAPPED))
         if code != 0:
@@ -83,6 +87,7 @@ class DeviceRegistration:
             raise
         self._size_of[host_address] = size_bytes
         self.registered_bytes += size_bytes
+        self._registering_ns += self._clock.now_ns() - began_ns
         return host_address
 
     def unregister(self, host_address: int) -> None:
@@ -93,6 +98,11 @@ class DeviceRegistration:
         if code != 0:
             self._forget_error()
             _log.warning("mirror.not_unregistered", bytes=size_bytes, error_code=code)
+
+    def announce(self) -> None:
+        """See host.Registration."""
+        seconds = round(self._registering_ns / 1e9, 3)
+        _log.info("mirror.registered", bytes=self.registered_bytes, ranges=len(self._size_of), seconds=seconds, node=self.node)
 
     def _prefer_near(self, host_address: int, size_bytes: int) -> None:
         if self.node < 0 or self._node_refused:

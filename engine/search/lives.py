@@ -286,6 +286,9 @@ class _Registration:
         self.registered.remove(host_address)
         self._inner.unregister(host_address)
 
+    def announce(self) -> None:
+        """See Registration."""
+
 
 async def registration(scene: Scene) -> None:
     """The driver refuses a chunk of the arena: nothing stays registered; with as many as it gives, sessions live."""

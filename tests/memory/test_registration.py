@@ -64,7 +64,7 @@ def test_an_arena_is_registered_chunk_by_chunk_and_given_back() -> None:
         arena = Arena(
             LAYOUT, 5 * BLOCK, Ledger(), chunk_bytes=2 * BLOCK, registration=made, progress=lambda blocks, of: told.append((blocks, of))
         )
-    assert [(log["event"], log["bytes"], log["chunks"]) for log in logs] == [("mirror.registered", 5 * BLOCK, 3)]
+    assert [(log["event"], log["bytes"], log["ranges"], log["node"]) for log in logs] == [("mirror.registered", 5 * BLOCK, 3, -1)]
     assert logs[0]["seconds"] >= 0
     assert sorted(runtime.registered.values()) == [BLOCK, 2 * BLOCK, 2 * BLOCK]
     assert runtime.flags == [3, 3, 3]
