@@ -20,11 +20,11 @@ from engine.model.config import ModelConfig
 from engine.model.weights import Weight, WeightReader
 from kernels.linear import linear
 from kernels.norm import layer_norm
-from kernels.rope import rotate
+from kernels.rope import rotate_first
 
-__all__ = ["IndexerWeights"]
+__all__ = ["KEY_NORM_EPS", "IndexerWeights"]
 
-_KEY_NORM_EPS = 1e-6
+KEY_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,15 @@ class IndexerWeights:
             head_weights=reader.take(f"{prefix}weights_proj.weight", heads, config.hidden),
         )
 
+    def key_source(self, u: Tensor) -> Tensor:
+        """What an index key is made of, before norm and rotation: [T, Di] of rows u [T, H]."""
+        return linear(u, self.key_down)
+
     def index_key(self, u: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Index keys [T, Di] of rows u [T, H], with their RoPE table [T, Dr / 2]."""
-        key = layer_norm(linear(u, self.key_down), self.key_norm, self.key_bias, _KEY_NORM_EPS)
-        return _rotate_first(key, cos, sin)
+        """Index keys [T, Di] of rows u [T, H], with their RoPE table [T, Dr / 2]: the values that `kernels.row_write` stores."""
+        return rotate_first(layer_norm(self.key_source(u), self.key_norm, self.key_bias, KEY_NORM_EPS), cos, sin)
 
     def index_query(self, u: Tensor, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Index query [T, I, Di] and unscaled head weights, float32 [T, I], of u [T, H] and its normed query latent qr [T, Rq]."""
         query = linear(qr, self.query_up).view(qr.shape[0], -1, self.key_norm.shape[0])
-        return _rotate_first(query, cos, sin), linear(u, self.head_weights).to(torch.float32)
-
-
-def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dims of x [T, ..., Di] that the table [T, Dr / 2] covers."""
-    rope = 2 * cos.shape[-1]
-    return torch.cat((rotate(x[..., :rope], cos, sin), x[..., rope:]), dim=-1)
+        return rotate_first(query, cos, sin), linear(u, self.head_weights).to(torch.float32)

@@ -61,10 +61,15 @@ class MlaWeights:
         """Normed query latent `qr` [T, Rq] of the layer's input u [T, H]; also what the indexer's query reads."""
         return rms_norm(linear(u, self.query_down), self.query_norm, self.norm_eps)
 
+    def row_source(self, u: Tensor) -> Tensor:
+        """What a row is made of, before norm and rotation: latent and RoPE key [T, R + Dr] of u [T, H]."""
+        return linear(u, self.row_down)
+
     def project_row(self, u: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What a row stores: normed latent [T, R] and rotated key [T, Dr], from u [T, H] and the rows' RoPE table [T, Dr / 2]."""
+        """Normed latent [T, R] and rotated key [T, Dr] of u [T, H], with the rows' RoPE table [T, Dr / 2]: the values that
+        `kernels.row_write` stores."""
         latents = self.row_norm.shape[0]
-        both = linear(u, self.row_down)
+        both = self.row_source(u)
         return rms_norm(both[:, :latents], self.row_norm, self.norm_eps), rotate(both[:, latents:], cos, sin)
 
     def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,10 @@ class DenseWeights:
     @classmethod
     def read(cls, reader: WeightReader, prefix: str, hidden: int, width: int) -> Self:
         """Take the weights under `prefix` (ends in `.`). Raises BadModel naming the tensor."""
+        gate, up = reader.take_alike([f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"], width, hidden)
         return cls(
-            gate=reader.take_weight(f"{prefix}gate_proj.weight", width, hidden),
-            up=reader.take_weight(f"{prefix}up_proj.weight", width, hidden),
+            gate=gate,
+            up=up,
             down=reader.take_weight(f"{prefix}down_proj.weight", hidden, width),
         )
 

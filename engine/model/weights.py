@@ -10,7 +10,7 @@ Invariants:
 Source: model.md, sections 4.1 and 4.2.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -84,6 +84,11 @@ class WeightReader:
             return self.take(name, *shape)
         tensor, scale = self._kept_fp8(name, shape)
         return BlockFp8(self._own(tensor, tensor.dtype), self._own(scale, torch.float32))
+
+    def take_alike(self, names: Sequence[str], *shape: int) -> list[Weight]:
+        """Weights that one launch reads together: as `take_weight` where all of them stay block-FP8, else none does."""
+        take = self.take_weight if all(map(self._stays_fp8, names)) else self.take
+        return [take(name, *shape) for name in names]
 
     def take_experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[Weight, Weight]:
         """Routed experts, stored one by one or merged.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.model import Model, load_model
@@ -114,6 +115,26 @@ def test_experts_that_a_block_would_straddle_are_dequantised(tmp_path: Path, mon
     assert isinstance(moe.down, BlockFp8)
     given = Inputs.drawn(model, 6)
     assert torch.equal(model.layers[1].feed_forward(given.u), apart.layers[1].feed_forward(given.u))
+
+
+def test_gate_and_up_stay_fp8_together_or_not_at_all(fp8_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch reads gate and up: where only one is stored block-FP8, both are plain, in dense, shared and routed MLPs."""
+    stored = load_file(fp8_directory / "model.safetensors")
+    for prefix in ("model.layers.0.mlp.", "model.layers.1.mlp.shared_experts.", "model.layers.1.mlp.experts.2."):
+        name = f"{prefix}up_proj.weight"
+        stored[name] = torch.zeros(stored[name].shape, dtype=torch.bfloat16)
+        del stored[f"{name}_scale_inv"]
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((fp8_directory / "config.json").read_text())
+    _kept(monkeypatch)
+    dense, sparse, other = (layer.mlp for layer in load_model(tmp_path).layers[:3])
+    for mlp in (dense, sparse.shared):  # type: ignore[union-attr]  # only layer 0 is dense
+        assert isinstance(mlp.gate, torch.Tensor)  # type: ignore[union-attr]
+        assert isinstance(mlp.up, torch.Tensor)  # type: ignore[union-attr]
+        assert isinstance(mlp.down, BlockFp8)
+    assert isinstance(sparse.gate_up, torch.Tensor)  # type: ignore[union-attr]
+    assert float(sparse.gate_up[2, 128:].abs().max()) == 0  # type: ignore[union-attr]
+    assert isinstance(other.gate_up, BlockFp8)  # type: ignore[union-attr]
 
 
 def test_other_blocks_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

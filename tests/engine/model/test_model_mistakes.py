@@ -14,6 +14,7 @@ import engine.model.moe
 from engine.model import MlaWeights, Model, MoeWeights, load_model
 from engine.model.weights import WeightReader
 from kernels.norm import rms_norm
+from kernels.rope import rotate
 from tests.engine.model.flat_run import FlatRun
 from tests.engine.model.parity import make_checkpoint, named, prompt_ids, transformers_logits
 
@@ -80,16 +81,20 @@ def _half_split_attention(patch: Patch) -> None:
 
 @mistake("half-split RoPE in the indexer")
 def _half_split_indexer(patch: Patch) -> None:
-    patch.setattr(engine.model.indexer, "rotate", _half_split)
+    def first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = 2 * cos.shape[-1]
+        return torch.cat((_half_split(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
+
+    patch.setattr(engine.model.indexer, "rotate_first", first)
 
 
 @mistake("RoPE on the last indexer dims")
 def _last_dims(patch: Patch) -> None:
     def last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         kept = x.shape[-1] - 2 * cos.shape[-1]
-        return torch.cat((x[..., :kept], engine.model.indexer.rotate(x[..., kept:], cos, sin)), dim=-1)
+        return torch.cat((x[..., :kept], rotate(x[..., kept:], cos, sin)), dim=-1)
 
-    patch.setattr(engine.model.indexer, "_rotate_first", last)
+    patch.setattr(engine.model.indexer, "rotate_first", last)
 
 
 @mistake("raw query latent into the indexer")
