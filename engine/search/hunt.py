@@ -108,7 +108,8 @@ def record(finding: Finding, path: Path) -> Finding | None:
     with _pool(1) as pool:
         try:
             return pool.submit(_record, finding.scenario, finding.seed, path).result()
-        except BrokenProcessPool:
+        except BrokenProcessPool:  # what came to the disk before it died may still say where
+            _rough(path).replace(path)
             return finding
 
 
@@ -184,10 +185,15 @@ def _run_apart(names: tuple[str, ...], seeds: range) -> Finding | None:
     return None
 
 
+def _rough(path: Path) -> Path:
+    """Where a tape is written until its header can say what was found."""
+    return path.with_name(path.name + ".part")
+
+
 def _record(name: str, seed: int, path: Path) -> Finding | None:
     scenario = next(one for one in SCENARIOS if one.name == name)
     notes = {"scenario": name, "seed": str(seed)}
-    rough = path.with_name(path.name + ".part")
+    rough = _rough(path)
     file = TapeFile(rough, notes)
     recorder = TapeRecorder(file.append)
     finding = run_seed(Bench(), scenario, seed, recorder, notes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -205,6 +206,21 @@ def test_a_tape_that_the_seed_does_not_make_is_refused(forgetful: str, tmp_path:
     place = next(place for place, line in enumerate(body) if "step.begin" in line)
     body[place] = body[place].replace("step.begin", "step.began")
     refused(1, "step.beg")
+
+
+@pytest.mark.slow
+def test_a_seed_that_kills_its_process_leaves_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finding stands when its process dies again, and the begin of its tape is where the tape would be."""
+    monkeypatch.setattr(hunting, "_record", _die)
+    finding = Finding("life", 3, "the process died")
+    assert record(finding, tmp_path / "seed.tape") == finding
+    assert (tmp_path / "seed.tape").read_text() == "begun"
+    assert list(tmp_path.iterdir()) == [tmp_path / "seed.tape"]
+
+
+def _die(name: str, seed: int, path: Path) -> None:
+    path.with_name(path.name + ".part").write_text("begun")
+    os._exit(1)
 
 
 def _search(*words: str) -> int:
