@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from streams.event import Event
 from streams.stream import Stream
 
-__all__ = ["ClosureRecorder", "GraphRecorder", "Recorder"]
+__all__ = ["ClosureRecorder", "GraphRecorder", "Mark", "Recorder"]
 
 T = TypeVar("T")
 
@@ -85,6 +86,17 @@ class ClosureRecorder:
         return replay
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One piece of recorded work and the device's times around it, taken anew by every replay."""
+
+    label: str
+    stream: str
+    after: tuple[int, ...]  # places among the marks
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class _GraphEvent(Event[T]):
     __slots__ = ("marker",)
 
@@ -94,10 +106,11 @@ class _GraphEvent(Event[T]):
 
 
 class _GraphStream(_Recording):
-    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+    def __init__(self, name: str, stream: torch.cuda.Stream, marks: list[Mark] | None) -> None:
         super().__init__(name)
         self.stream = stream
         self.last: torch.cuda.Event | None = None
+        self._marks = marks
 
     def submit(
         self, work: Callable[[], T], *, label: str, session: str = "", after: Sequence[Event[Any]] = (),
@@ -109,17 +122,32 @@ class _GraphStream(_Recording):
                 assert isinstance(event, _GraphEvent), f"{label} comes after {event!r}, which is not part of the graph"
                 if event.stream != self.name:
                     self.stream.wait_event(event.marker)
+            begin = self._timed()
             work()
+            end = self._timed()
             marker = torch.cuda.Event()
             marker.record(self.stream)
         self.last = marker
-        return _GraphEvent(label, self.name, marker)
+        event_of_work: _GraphEvent[T] = _GraphEvent(label, self.name, marker)
+        if self._marks is not None and begin is not None and end is not None:
+            event_of_work.number = len(self._marks)
+            self._marks.append(Mark(label, self.name, tuple(event.number for event in after), begin, end))
+        return event_of_work
+
+    def _timed(self) -> torch.cuda.Event | None:
+        """A time that every replay takes here; None unless marks are kept."""
+        if self._marks is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self.stream)
+        return event
 
 
 class GraphRecorder:
     """A device's graphs. They share one pool of scratch memory, so two of them must never run at once."""
 
     def __init__(self, device: torch.device) -> None:
+        self.marks: list[Mark] | None = None  # set to a list before a recording: it then takes times around its work, at a cost
         self._device = device
         self._pool: Any = None
 
@@ -131,7 +159,7 @@ class GraphRecorder:
 
         def stream_of(name: str) -> Stream:
             if name not in streams:
-                streams[name] = _GraphStream(name, torch.cuda.Stream(self._device, priority=-1))
+                streams[name] = _GraphStream(name, torch.cuda.Stream(self._device, priority=-1), self.marks)
             return streams[name]
 
         begun = stream_of(main)

@@ -1,8 +1,8 @@
 """A tape as a picture: an SVG with a row a stream, time from left to right, and a row for the host: a stroke for each
 submission, over grey where it waited for an event.
 
-Operations are coloured by the last part of their label ("layer.3.attend" as every "attend"), in the order in which these appear. Those that
-are too narrow to be seen are drawn two pixels wide. Knows no operation by name.
+Operations are named where there is room and coloured by the last part of their label ("layer.3.attend" as every "attend"), in the order in
+which these appear. Those that are too narrow to be seen are drawn two pixels wide. Knows no operation by name.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ __all__ = ["picture"]
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 1200, 130, 30, 36, 34, 24
 _LEGEND, _LEGEND_COLUMNS = 18, 6
+_LETTER = 6.0  # pixels of a letter on a bar
 _HOST = "host"
 _HOST_COLOUR = "#b0b0b0"
 _COLOURS = (
@@ -69,8 +70,15 @@ class _Bar:
         title = f"{self.label}, {(self.ends_ns - self.starts_ns) / 1000:.1f} µs"
         return (
             f'<rect x="{left:.1f}" y="{_TOP + _ROW * place}" width="{max(right - left, 2):.1f}" height="{_BAR}" fill="{colour}"{edge}>'
-            f"<title>{escape(title)}</title></rect>"
+            f"<title>{escape(title)}</title></rect>{self._named(left, right, place)}"
         )
+
+    def _named(self, left: float, right: float, place: int) -> str:
+        """The label on the bar, or what is left of it without its kind and first word, as far as there is room."""
+        short = self.label.removesuffix(f".{self.kind}").rpartition(".")[2]
+        name = next((name for name in (self.label, short) if self.kind and _LETTER * len(name) + 4 <= right - left), "")
+        middle, y = (left + right) / 2, _TOP + _ROW * place + 16
+        return name and f'<text x="{middle:.1f}" y="{y}" text-anchor="middle" font-size="10" pointer-events="none">{escape(name)}</text>'
 
 
 def _work(tape: Tape) -> Iterator[_Bar]:

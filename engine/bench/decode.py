@@ -19,6 +19,7 @@ from rich.text import Text
 
 from engine.bench.arm import Arm, Load, Watch, run_arm
 from engine.bench.floor import copy_bandwidth
+from engine.bench.host import percentile
 from engine.config import EngineConfig
 from engine.device import device_of
 from engine.errors import BadSetting
@@ -107,11 +108,6 @@ def added_us(arms: Sequence[Arm]) -> float | None:
     return 1e6 * (statistics.fmean(steps["offload"]) - statistics.fmean(steps["resident"]))
 
 
-def _percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that at least `percent` of them do not exceed."""
-    return sorted(values)[-(-len(values) * percent // 100) - 1]
-
-
 def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
     """An arm as JSON values, without its speed unless all outputs are equal; without absolute times on a CPU."""
     fields: dict[str, Any] = {
@@ -127,7 +123,7 @@ def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
         micro = [1e6 * step for step in arm.steps_s]
         fields |= {
             "tokens_per_second": arm.tokens_per_second, "first_token_s": arm.first_token_s, "floor_us": 1e6 * found.floor_s(arm),
-            "step_us": {"mean": statistics.fmean(micro), "p50": _percentile(micro, 50), "p90": _percentile(micro, 90), "max": max(micro)},
+            "step_us": {"mean": statistics.fmean(micro), "p50": percentile(micro, 50), "p90": percentile(micro, 90), "max": max(micro)},
             "loop_thread_us": 1e6 * arm.loop_cpu_s / len(arm.steps_s), "loop_work_us": _loop_work_us(arm),
         }  # fmt: skip
     return fields
