@@ -86,9 +86,10 @@ def check_room(model: str | Path, tensors: TensorSource, names: Collection[str],
     needed = sum(map(tensors.bytes_of, names))
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
+        other = "" if str(model) == "glm-5.3-slice" else "glm-5.3-slice or "
         raise NotAdmitted(
             f"random weights of {model} need {needed / _GIB:,.1f} GiB, and {free / _GIB:,.1f} GiB are free on {device}; "
-            "use a smaller configuration, like glm-5.3-slice or a config.json with fewer layers"
+            f"use {other}a config.json with fewer layers or experts"
         )
 
 
