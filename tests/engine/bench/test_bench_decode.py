@@ -97,8 +97,8 @@ async def test_both_placements_are_compared(model: Path, history: SyntheticHisto
         assert 0 <= one.window.idle_share < 1
     resident, offload, _ = found.arms
     assert resident.hits + resident.misses + resident.ring_reads == 0
-    # Every step since the counts were first taken reads eight picks in each of three groups.
-    assert (offload.hits + offload.misses + offload.ring_reads) % 24 == 0
+    # Each round reads eight picks, three rounds a step; a step may be under way when the counts are taken.
+    assert (offload.hits + offload.misses + offload.ring_reads) % 8 == 0
     assert offload.hits + offload.misses + offload.ring_reads >= 6 * 24
 
 
