@@ -224,6 +224,7 @@ class AppendRun:
         bad = torch.where(self._bad_layer >= 0, self._bad_layer, _NO_LAYER).amin()
         self._outcome[1] = torch.where((self._outcome[1] < 0) & (bad < _NO_LAYER), bad, self._outcome[1])
         if last:
+            self._memory.state[StateField.DRAFT_COUNT] = 0  # they were guessed behind other tokens
             if self._sampling is not None:
                 self._sample(hidden[-1:], self._sampling, chunk.first + chunk.rows)
             self.output.landed = landing(self._outcome)
@@ -237,7 +238,7 @@ class AppendRun:
         self._outcome[1] = torch.where(broken, model.config.layers, self._outcome[1])
         table = SamplingTable(1, device)
         table.rewrite([sampling])
-        table.sample(logits, torch.full((1,), position, dtype=torch.int64, device=device), self._outcome[:1])
+        table.sample_last(logits, torch.full((1,), position, dtype=torch.int64, device=device), self._outcome[:1])
         self._memory.state[StateField.TOKEN] = self._outcome[0]
         self.output.logits = landing(logits[0])
         self.output.logits.copy_(logits[0], non_blocking=True)

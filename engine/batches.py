@@ -1,10 +1,12 @@
 """Decode steps of several requests: buckets of buffers, their tables, and the steps in flight.
 
-Holds one bucket a batch size. Does not decide who steps, nor read what came of it.
+Holds one bucket a batch size and depth of drafts. Does not decide who steps, nor read what came of it.
 
 Invariants:
 1. A bucket's tables are rewritten, in stream order, before a step whose members are not the ones it names; a step comes after that.
-2. A request's counts advance when its step is submitted, never before.
+2. A request's counts advance when its step is submitted, never before, by every row that could be accepted: `logical` is then the most that
+   the session can have, until the step is followed and what was refused is taken back.
+3. A step of r rows a session may write up to `reach(r)` positions from its first: r of its own, and MTP rows behind the last of them.
 """
 
 from dataclasses import dataclass
@@ -17,12 +19,17 @@ from kernels.layout import PAGE_KEYS
 from memory.table import StepTable
 from streams import Event
 
-__all__ = ["Batches", "Bucket", "Flight"]
+__all__ = ["Batches", "Bucket", "Flight", "reach"]
+
+
+def reach(rows: int) -> int:
+    """Positions from its first on that a step of `rows` rows a session may write: drafts of drafts reach past the rows themselves."""
+    return 2 * rows - 1
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Buffers of one batch size, and who is in its table."""
+    """Buffers of one batch size and depth, and who is in its table."""
 
     step: DecodeStep
     table: StepTable
@@ -36,6 +43,7 @@ class Flight:
 
     bucket: Bucket
     members: tuple[Request, ...]
+    rows: tuple[int, ...]  # that each member's counts advanced by
     events: StepEvents
     failed: tuple[Request, ...] | None = None
 
@@ -46,51 +54,56 @@ class Batches:
     def __init__(self, stage: Stage) -> None:
         self.steps = 0  # submitted so far
         self._stage = stage
-        self._buckets: dict[tuple[int, int], Bucket] = {}
+        self._buckets: dict[tuple[int, int, int], Bucket] = {}
 
-    def _bucket(self, members: tuple[Request, ...]) -> Bucket:
+    def _bucket(self, members: tuple[Request, ...], rows: int) -> Bucket:
         """The smallest power-of-two batch that holds them; on a device also of positions, which bound the launches of scoring."""
         places = 1 << (len(members) - 1).bit_length()
         positions = 0 if self._stage.device.type == "cpu" else max(_positions_max(request) for request in members)
-        key = places, 1 << (positions - 1).bit_length() if positions else 0
+        key = places, 1 << (positions - 1).bit_length() if positions else 0, rows
         found = self._buckets.get(key)
         if found is None:
             table = StepTable(places, self._stage.table_layout, self._stage.device)
-            sampling = SamplingTable(places, self._stage.device)
+            sampling = SamplingTable(places, self._stage.device, rows=rows)
             found = self._buckets[key] = Bucket(DecodeStep(self._stage, *key), table, sampling)
         return found
 
-    def submit(self, members: tuple[Request, ...], previous: Flight | None) -> Flight:
-        """Submit a step of these requests, one row each; every one has room for it. `previous`: the step before, not followed yet."""
-        bucket = self._bucket(members)
+    def submit(self, members: tuple[Request, ...], depth: int, previous: Flight | None) -> Flight:
+        """Submit a step of these requests, one row each and up to `depth` drafts; every one has room for it.
+
+        Args: previous: the step before, not followed yet.
+        """
+        rows = tuple(1 + request.depth_within(depth) for request in members)
+        bucket = self._bucket(members, max(rows))
         stale = bucket.members != members
-        for request in members:
+        for request, own in zip(members, rows, strict=True):
             memory = request.session.memory
             assert memory is not None, f"request {request.id} decodes without memory"
-            memory.ensure_rows(memory.counts.logical + 1, self._stage.streams.compute)
+            memory.ensure_rows(memory.counts.logical + reach(own), self._stage.streams.compute)
         # Behind a step that never ran the stream's own order is enough; behind a live one its failure must reach this one.
         after = [] if previous is None or previous.failed is not None else [previous.events.done]
         if stale:
-            after.append(self._rewrite(bucket, members))
+            after.append(self._rewrite(bucket, members, rows))
         if self._stage.recorder is not None and bucket.step.ran and not bucket.step.recorded:
             bucket.step.record(self._stage.recorder, bucket.table, bucket.sampling)
         session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
         keep_logits = any(request.wants_logits for request in members)
         events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
-        for request in members:
+        for request, own in zip(members, rows, strict=True):
             assert request.session.memory is not None
-            request.session.memory.advance(1)
+            request.session.memory.advance(own)
             request.session.memory.operations.hold(events.output)
             request.in_flight += 1
         self.steps += 1
-        return Flight(bucket, members, events)
+        return Flight(bucket, members, rows, events)
 
-    def _rewrite(self, bucket: Bucket, members: tuple[Request, ...]) -> Event[None]:
+    def _rewrite(self, bucket: Bucket, members: tuple[Request, ...], rows: tuple[int, ...]) -> Event[None]:
         """Set the tables to these members by one stream-ordered operation; if it fails, so must the step that would read others' places."""
-        rows = [request.session.memory.table_row(1) for request in members if request.session.memory is not None]
+        memories = [request.session.memory for request in members]
+        places = [memory.table_row(own) for memory, own in zip(memories, rows, strict=True) if memory is not None]
         states = [request.state for request in members]
         bucket.members = members
-        write_table = bucket.table.rewrite(rows)
+        write_table = bucket.table.rewrite(places)
 
         def rewrite() -> None:
             write_table()

@@ -28,6 +28,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # prompt tokens whose rows the session already had
+    accepted_drafts: int = 0  # completion tokens that had been guessed
+    refused_drafts: int = 0  # guesses that did not appear
 
 
 @dataclass(frozen=True, slots=True)

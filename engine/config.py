@@ -9,7 +9,9 @@ from typing import Literal
 
 from engine.errors import BadSetting
 
-__all__ = ["EngineConfig", "ServerConfig"]
+__all__ = ["DRAFT_DEPTH_MAX", "EngineConfig", "ServerConfig"]
+
+DRAFT_DEPTH_MAX = 7  # as many drafts as a session's state holds (kernels/layout.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class EngineConfig:
     hot_rows: int = 0  # hot slots a session and selection group; 0: auto (32,768, at most what the context needs)
     host_memory_bytes: int = 0  # arena; 0: half of what is available
     mirror_replicas: Literal[1, 2] = 1
-    draft_depth: int = 0
+    draft_depth: int | None = 0  # tokens drafted a step, 0 to 7; None: auto, from acceptance and company. It never changes tokens
     decode_batch_limit: int = 8
     append_chunk_rows: int = 512
     context_max: int = 0  # tokens a session may hold; 0: the model's max_position_embeddings
@@ -36,6 +38,7 @@ class EngineConfig:
     load_format: Literal["auto", "random"] = "auto"  # random: seeded weights for a config.json or a named configuration
     graphs: Literal["auto", "on", "off"] = "auto"  # whether decode steps are replays of a recording; auto: on a device
     force_miss_rate: float = 0.0  # for measuring: share of a decode step's picks that is new; 0: the model's own picks
+    force_accept_rate: float = 0.0  # for measuring: share of the drafts behind accepted ones that is accepted; 0: those that are right
 
     def __post_init__(self) -> None:
         at_least = {
@@ -45,10 +48,11 @@ class EngineConfig:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise BadSetting(f"{name} must be at least {least}, not {getattr(self, name)}")
-        if not 0 <= self.force_miss_rate <= 1:
-            raise BadSetting(f"force_miss_rate must be between 0 and 1, not {self.force_miss_rate}")
-        if self.draft_depth != 0:
-            raise BadSetting("draft_depth must be 0: drafting is not built yet; MTP rows are kept all the same")
+        for name in ("force_miss_rate", "force_accept_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadSetting(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+        if self.draft_depth is not None and not 0 <= self.draft_depth <= DRAFT_DEPTH_MAX:
+            raise BadSetting(f"draft_depth must be auto or between 0 and {DRAFT_DEPTH_MAX}, not {self.draft_depth}")
         if self.mirror_replicas == 2:
             raise BadSetting("mirror_replicas 2 needs a peer device, which is not built yet; use 1")
         choices = {

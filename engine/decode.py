@@ -1,12 +1,15 @@
-"""The decode step: one row a session, written once as operations on streams.
+"""The decode step: one row a session and one a draft to be judged, written once as operations on streams.
 
-Holds the step's buffers for one bucket of places. Knows no requests, no text and no host value that changes from step to step:
+Holds the step's buffers for one bucket of places and rows. Knows no requests, no text and no host value that changes from step to step:
 positions, tokens and counts come from the sessions' device state through the step table.
 
 Invariants:
 1. Operations of one step are chained: a failed one fails the rest of that step and nothing else.
 2. A gather waits for its group's plan; a shared layer's gather waits for the prefetch of its misses.
 3. Buffers of a step are reused by the next one only behind the compute stream's order.
+4. What is accepted is decided on the device (`kernels/verify`); a refused row leaves only bytes at positions past LOGICAL, which the next
+   step writes again, and a row's bits do not depend on how many rows its step has.
+5. The MTP row at LOGICAL is written when its step begins, those behind accepted rows when it ends: rows below LOGICAL always have theirs.
 Source: design, sections 6, 9 and 10.
 """
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.chain import Chain
-from engine.model.layer import LayerWeights
+from engine.draft import Drafter, Judged
 from engine.rows import Destinations, store, store_key, store_row
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
@@ -26,7 +29,8 @@ from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
-from kernels.step import advance, load_hidden, snapshot, store_hidden
+from kernels.step import load_hidden, store_hidden
+from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Query
 from memory.staging import landing
 from memory.table import StepTable
@@ -40,15 +44,19 @@ _OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What the host reads of a step, by place, once its event is done; overwritten by the step after the next.
+    """What the host reads of a step, by place and row, once its event is done; overwritten by the step after the next.
 
-    tokens     [places]              int64  CPU
-    bad_layer  [places]              int64  CPU  first global layer whose output was not finite, else -1
-    logits     [places, vocabulary]  f32    CPU  when asked for
+    tokens     [places, rows]              int64  CPU  what follows each row; only the first `accepted` count
+    bad_layer  [places, rows]              int64  CPU  first global layer whose output was not finite, else -1
+    accepted   [places]                    int64  CPU  rows that count: 1 and the accepted drafts
+    judged     [places]                    int64  CPU  drafts that the step judged
+    logits     [places, rows, vocabulary]  f32    CPU  when asked for
     """
 
     tokens: Tensor
     bad_layer: Tensor
+    accepted: Tensor
+    judged: Tensor
     logits: Tensor | None
 
 
@@ -61,15 +69,19 @@ class StepEvents:
 
 
 class DecodeStep:
-    """Buffers and operations of steps of `places` rows. One instance a bucket; steps on it are ordered by the compute stream."""
+    """Buffers and operations of steps of `places` sessions. One instance a bucket; steps on it are ordered by the compute stream."""
 
-    def __init__(self, stage: Stage, places: int, positions_max: int) -> None:
-        """Args: positions_max: no session of these steps has more positions; bounds the scores' scratch, and so a launch."""
+    def __init__(self, stage: Stage, places: int, positions_max: int, rows: int = 1) -> None:
+        """One bucket.
+
+        Args: positions_max: no session of these steps has more positions; bounds the scores' scratch, and so a launch.
+            rows: query rows a place: one, and one for each draft; above 1 the step also drafts for the next.
+        """
         self._stage = stage
-        self._places = places
+        self._places, self._rows = places, rows
         self._replay: Callable[[], None] | None = None
         config, layout, device = stage.model.config, stage.layout, stage.device
-        picks = config.top_k
+        picks, count = config.top_k, places * rows
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -77,25 +89,30 @@ class DecodeStep:
         def states(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=stage.model.dtype, device=device)
 
-        self._place_of = torch.arange(places, dtype=torch.int32, device=device)
-        self._positions, self._tokens, self._mirrored = integers(places), integers(places), integers(places)
-        self._outcome = integers(2, places)  # tokens, first bad layers: one copy to the host
-        self._tokens_out, self._bad_layer = self._outcome
+        self._place_of = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self._next_of = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self._positions, self._tokens, self._mirrored = integers(count), integers(count), integers(places)
+        self._outcome = integers(2 * count + 2 * places)  # one copy to the host
+        self._tokens_out, self._bad_layer, self._accepted, self._judged = self._outcome.split([count, count, places, places])
         self._hidden_before = torch.zeros((places, config.hidden), device=device)
-        self._x, self._u = states(places, config.hidden), states(places, config.hidden)
-        self._qr = states(places, config.query_latent)
-        self._query = Query(states(places, config.heads, config.latent), states(places, config.heads, config.rope), config.scale)
+        self._x, self._u = states(count, config.hidden), states(count, config.hidden)
+        self._qr = states(count, config.query_latent)
+        self._query = Query(states(count, config.heads, config.latent), states(count, config.heads, config.rope), config.scale)
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
-        self._plans = [RoundPlan.empty(places, picks, device) for _ in stage.main_groups]
-        copied = places if device.type == "cpu" else 0  # a device attends to rows where they lie
+        self._plans = [RoundPlan.empty(count, picks, device) for _ in stage.main_groups]
+        copied = count if device.type == "cpu" else 0  # a device attends to rows where they lie
         self._compact = torch.zeros((copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         longest = max(len(group) for group in stage.main_groups)
-        scratch_rows = places * picks if stage.rounds.prefetches else 1
+        scratch_rows = count * picks if stage.rounds.prefetches else 1
         self._scratch = [torch.zeros((scratch_rows, layout.row.row_bytes), dtype=torch.uint8, device=device) for _ in range(longest - 1)]
-        self._scores = None if device.type == "cpu" else torch.zeros((places, positions_max), device=device)
-        self._logits = torch.zeros((places, config.vocabulary), device=device)
-        self._landed = [torch.zeros((2, places), dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
+        self._scores = None if device.type == "cpu" else torch.zeros((count, positions_max), device=device)
+        self._logits = torch.zeros((count, config.vocabulary), device=device)
+        self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
         self._steps = 0
+        self._drafter: Drafter | None = None
+        if rows > 1:
+            judged = Judged(self._positions, self._next_of, self._tokens_out, self._accepted, self._mirrored, self._scores)
+            self._drafter = Drafter(stage, judged, lambda: self._input, rows - 1)
 
     def submit(
         self, table: StepTable, sampling: SamplingTable, *, session: str, after: Sequence[Event[Any]], keep_logits: bool
@@ -141,14 +158,15 @@ class DecodeStep:
             streams.compute,
             lambda: self._begin(table),
             label="step.begin",
-            writes=(self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
+            writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
         gathered: Event[Any] | None = None
         for group, layers in enumerate(self._stage.main_groups):
             gathered = self._issue_group(chain, streams, table, group, layers, gathered)
-        return chain.submit(
-            streams.compute, lambda: self._finish(table, sampling), label="step.finish", writes=(self._logits, self._tokens_out)
+        finished = chain.submit(
+            streams.compute, lambda: self._finish(table, sampling), label="step.finish", writes=(self._logits, self._outcome, self._next_of)
         )
+        return finished if self._drafter is None else self._drafter.issue(chain, streams.compute, table, sampling)
 
     def abort(self, table: StepTable, *, session: str) -> Event[None]:
         """After a failed step: unmap every slot its plans assigned, so that no slot claims a row it may not hold."""
@@ -156,6 +174,8 @@ class DecodeStep:
         def clear() -> None:
             for group in range(len(self._stage.main_groups)):
                 self._stage.rounds.clear(table.tensor, group, self._place_of, self._plans[group])
+            if self._drafter is not None:
+                self._drafter.clear(table)
 
         return self._stage.streams.compute.submit(clear, label="step.abort", session=session)
 
@@ -214,22 +234,32 @@ class DecodeStep:
 
     def _begin(self, table: StepTable) -> None:
         stage, model = self._stage, self._stage.model
-        snapshot(table.tensor, self._place_of, self._positions, self._tokens, self._mirrored)
+        spread_rows(table.tensor, self._place_of, self._positions, self._tokens, self._mirrored)
         begin_round(table.tensor)
         self._bad_layer.fill_(-1)
         self._x.copy_(model.embed(self._tokens))
         self._input = self._keep(self._u, model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
         self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
-        load_hidden(table.tensor, self._place_of, self._positions, self._hidden_before)
         if model.mtp is not None:
-            x = model.mtp_input(self._tokens, self._hidden_before.to(model.dtype))
-            present = (self._positions > 0)[:, None]
-            block = model.mtp.layer
-            self._store(block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
+            self._write_mtp(table)
 
-    def _store(self, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None = None) -> None:
-        store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, self._destinations, present)
+    def _write_mtp(self, table: StepTable) -> None:
+        """The MTP row of each place's first row, from the state before it; those of accepted drafts follow when their states are known."""
+        stage, model, to = self._stage, self._stage.model, self._destinations
+        assert model.mtp is not None, "asked for where a block is"
+        positions = self._first(self._positions)
+        load_hidden(table.tensor, self._first(self._place_of), positions, self._hidden_before)
+        x = model.mtp_input(self._first(self._tokens), self._hidden_before.to(model.dtype))
+        rope = self._first(self._cos), self._first(self._sin)
+        first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows].contiguous())
+        block = model.mtp.layer
+        present = (positions > 0)[:, None]
+        store(block, block.attention_input(x), rope, stage.layout, stage.mtp_layer, len(stage.main_groups), first, present)
+
+    def _first(self, of_rows: Tensor) -> Tensor:
+        """Each place's first row, contiguous."""
+        return of_rows[:: self._rows].contiguous()
 
     def _keep(self, buffer: Tensor, value: Tensor) -> Tensor:
         """Where later operations of the step find `value`: on the CPU in the buffer they declare, which is watched there; a device spares
@@ -286,8 +316,14 @@ class DecodeStep:
         self._logits.copy_(model.logits(hidden))
         bad = ~torch.isfinite(self._logits).all(-1)
         self._bad_layer.copy_(torch.where(bad & (self._bad_layer < 0), model.config.layers, self._bad_layer))
-        sampling.sample(self._logits, self._positions + 1, self._tokens_out)
-        advance(table.tensor, self._place_of, self._tokens_out, self._bad_layer)
+        sampling.sample(self._logits, self._positions + 1, self._tokens, self._tokens_out)
+        if self._stage.forced_acceptance is not None:
+            self._stage.forced_acceptance.overwrite(self._tokens_out, self._tokens, self._place_of, self._positions, sampling.seeds)
+        self._judged.copy_((self._place_of >= 0).view(self._places, self._rows).sum(1).sub(1).clamp_min(0))
+        accept_rows(
+            table.tensor, self._place_of, self._tokens, self._tokens_out, self._bad_layer, sampling.output_counts, self._accepted,
+            self._next_of,
+        )  # fmt: skip
 
     def _read(self, landed: Tensor, keep_logits: bool) -> StepOutput:
         landed.copy_(self._outcome, non_blocking=True)
@@ -295,4 +331,7 @@ class DecodeStep:
         if keep_logits:
             logits = landing(self._logits)
             logits.copy_(self._logits, non_blocking=True)
-        return StepOutput(landed[0], landed[1], logits)
+            logits = logits.view(self._places, self._rows, -1)
+        count = self._places * self._rows
+        tokens, bad_layer = landed[: 2 * count].view(2, self._places, self._rows)
+        return StepOutput(tokens, bad_layer, *landed[2 * count :].view(2, self._places), logits)

@@ -88,7 +88,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.template = template
         self.default_sampling = sampling
-        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max)
+        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth)
         self._sessions: dict[SessionId, Session] = {}
         self._ready = False
 

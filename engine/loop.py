@@ -10,12 +10,15 @@ Invariants:
 """
 
 import asyncio
+from typing import Any
 
 import structlog
+from torch import Tensor
 
 from engine.append import AppendOutput
 from engine.append_queue import AppendQueue
-from engine.batches import Batches, Flight
+from engine.batches import Batches, Flight, reach
+from engine.depth import DraftDepth
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
 from engine.reads import Reads
 from engine.request import Request
@@ -23,6 +26,7 @@ from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.waiting_line import WaitingLine
+from streams import Event
 
 __all__ = ["StepLoop"]
 
@@ -32,9 +36,12 @@ _log = structlog.get_logger("engine")
 class StepLoop:
     """Runs requests on one stage until closed."""
 
-    def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int) -> None:
+    def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int, draft_depth: int | None = 0) -> None:
+        """Args: draft_depth: drafts a step; None: auto."""
         self.stage = stage
-        self._line = WaitingLine(stage, waiting_max, self._ended)
+        self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
+        # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
+        self._line = WaitingLine(stage, waiting_max, self._ended, spare_rows=3 * self.depth.most)
         self.decoding: list[Request] = []
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
@@ -162,7 +169,7 @@ class StepLoop:
         """Submit what was decided, then follow what was in flight."""
         previous, self._flight = self._flight, None
         if decision.decode:
-            self._flight = self._batches.submit(decision.decode, previous)
+            self._flight = self._batches.submit(decision.decode, self.depth.choose(len(decision.decode)), previous)
         self._append_turn()
         if previous is not None:
             await self._follow(previous)
@@ -263,7 +270,7 @@ class StepLoop:
 
     def _may_step(self, request: Request) -> bool:
         memory = request.session.memory
-        return request.may_step and memory is not None and memory.room(memory.counts.logical, 1)
+        return request.may_step and memory is not None and memory.room(memory.counts.logical, reach(1 + self.depth.most))
 
     async def _follow(self, flight: Flight) -> None:
         """Read a step's tokens and act on them."""
@@ -274,23 +281,45 @@ class StepLoop:
             return
         output = flight.events.output.result()
         tokens, bad_layer = output.tokens.tolist(), output.bad_layer.tolist()
+        accepted, judged = output.accepted.tolist(), output.judged.tolist()
         for place, request in enumerate(flight.members):
             request.in_flight -= 1
             memory = request.session.memory
             assert memory is not None, "memory outlives the steps that read it"
+            memory.counts.retract(flight.rows[place] - accepted[place])
             if not (request.finished or request.aborted):
-                if bad_layer[place] >= 0:
-                    self._break(request, _not_finite(bad_layer[place], self.stage.model.config.layers))
-                    continue
-                if (broken := _broken(request)) is not None:
-                    self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
-                    continue
-                memory.commit(1, self.stage.copyback, flight.events.done)
+                self.depth.note(judged[place], accepted[place] - 1)
                 logits = None if output.logits is None or not request.wants_logits else output.logits[place]
-                request.take(tokens[place], logits)
+                run = list(zip(tokens[place], bad_layer[place], strict=True))[: accepted[place]]
+                if not self._take_run(request, run, judged[place], logits, flight.events.done):
+                    continue
             if request.in_flight == 0 and (request.finished or request.aborted):
                 request.end("abort")  # nothing if it has finished
                 self._leave(request)
+
+    def _take_run(
+        self, request: Request, run: list[tuple[int, int]], judged: int, logits: Tensor | None, done: Event[Any]
+    ) -> bool:  # fmt: skip
+        """Take one step's accepted rows as if each had been a step: the request may end anywhere inside. False: its session broke.
+
+        Args: run: token and first bad layer of each. judged: drafts of the step; all but the last of `run` had been guessed.
+            logits: [rows, vocabulary]. done: the step's event.
+        """
+        memory = request.session.memory
+        assert memory is not None, "memory outlives the steps that read it"
+        request.judged(judged)
+        for row, (token, bad_layer) in enumerate(run):
+            if bad_layer >= 0:
+                self._break(request, _not_finite(bad_layer, self.stage.model.config.layers))
+                return False
+            if (broken := _broken(request)) is not None:
+                self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
+                return False
+            memory.commit(1, self.stage.copyback, done)
+            request.take(token, None if logits is None else logits[row], guessed=row + 1 < len(run))
+            if request.finished:
+                break
+        return True
 
     def _leave(self, request: Request) -> None:
         """Give up the place, once no step of the request is in flight: rows that were not committed are rolled back."""
@@ -335,10 +364,10 @@ class StepLoop:
 
     def _retract(self, flight: Flight) -> None:
         """Take back the rows of a step that never ran."""
-        for request in flight.members:
+        for request, rows in zip(flight.members, flight.rows, strict=True):
             memory = request.session.memory
             assert memory is not None, "memory outlives the steps that read it"
-            memory.counts.truncate(memory.counts.logical - 1)  # the device never advanced
+            memory.counts.retract(rows)  # the device never advanced
             if request.in_flight == 0 and (request.broken or request.finished or request.aborted):
                 request.end("abort")
                 self._leave(request)

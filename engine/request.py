@@ -60,6 +60,8 @@ class Request:
         self.cached = 0
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
+        self._drafts_accepted = 0
+        self._drafts_judged = 0
         self.append: AppendRun | None = None  # while the prompt is read
         self.appended_rows = 0  # of finished chunks, once it was read
         self.history: SyntheticHistory | None = None  # what its fresh session begins with
@@ -97,13 +99,23 @@ class Request:
         """Whether one more step can yield a token that is still wanted."""
         return not self.finished and not self.aborted and self.generated + self.in_flight < self.max_tokens
 
-    def usage(self) -> Usage:
-        return Usage(len(self.prompt), self.generated, self.cached)
+    def depth_within(self, depth: int) -> int:
+        """Drafts a step for this request, where the engine makes `depth`."""
+        asked = self.sampling.draft_depth
+        return depth if asked is None else min(depth, asked)
 
-    def take(self, token: int, logits: Tensor | None) -> bool:
-        """Follow one sampled token; returns whether the request is now finished."""
+    def judged(self, drafts: int) -> None:
+        """A step of this request judged so many drafts; called before its tokens are taken."""
+        self._drafts_judged += drafts
+
+    def usage(self) -> Usage:
+        return Usage(len(self.prompt), self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)
+
+    def take(self, token: int, logits: Tensor | None, *, guessed: bool = False) -> bool:
+        """Follow one sampled token; returns whether the request is now finished. `guessed`: a draft had said so."""
         assert not self.finished, f"request {self.id} has finished"
         self.generated += 1
+        self._drafts_accepted += guessed
         self.session.tokens.append(token)
         ends = token in self._ends
         text = "" if self._detokenizer is None or (ends and not self.sampling.include_stop) else self._detokenizer.push([token])

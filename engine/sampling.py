@@ -5,6 +5,7 @@ Sampling is a pure function of (logits, seed, position): see the package page of
 
 from dataclasses import dataclass
 
+from engine.config import DRAFT_DEPTH_MAX
 from engine.errors import BadRequest, shown
 
 __all__ = ["STOPS_MAX", "STOP_TOKENS_MAX", "Sampling"]
@@ -34,6 +35,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; 0: the chosen token's only; n: and the n most likely
     include_stop: bool = False
+    draft_depth: int | None = None  # most tokens drafted a step for this request; None: as many as the engine drafts. Changes no token
     keep_logits: bool = False  # chunks carry the raw logits of each token; for tests and tools
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class Sampling:
             ("stop", len(self.stop) <= STOPS_MAX and all(0 < len(text) <= _STOP_CHARACTERS_MAX for text in self.stop),
              f"at most {STOPS_MAX} strings of 1 to {_STOP_CHARACTERS_MAX} characters"),
             ("stop_token_ids", len(self.stop_token_ids) <= STOP_TOKENS_MAX, f"at most {STOP_TOKENS_MAX} token ids"),
+            ("draft_depth", self.draft_depth is None or 0 <= self.draft_depth <= DRAFT_DEPTH_MAX, f"between 0 and {DRAFT_DEPTH_MAX}"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}"),
         )  # fmt: skip
         for field, holds, wanted in checks:

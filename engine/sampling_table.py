@@ -46,34 +46,97 @@ class SamplingState:
 
 
 class SamplingTable:
-    """One row a place: f32 parameters, seed, addresses of the counts (0: none)."""
+    """One row a place: f32 parameters, seed, addresses of the counts (0: none); and the same for `rows` query rows of each place."""
 
-    def __init__(self, places: int, device: torch.device | str = "cpu") -> None:
-        self._parameters = torch.zeros((places, _COLUMNS), device=device)
-        self._integers = torch.zeros((3, places), dtype=torch.int64, device=device)
-        self._seeds, self._prompt_seen, self._output_counts = self._integers
+    def __init__(self, places: int, device: torch.device | str = "cpu", *, rows: int = 1) -> None:
+        self._rows = rows
+        self._of_place = _Columns.empty(places, device)
+        self._of_row = self._of_place if rows == 1 else _Columns.empty(places * rows, device)
         self._held: list[SamplingState | None] = [None] * places
+        row = torch.arange(rows, device=device)
+        self._hears = row[None, :-1] < row[:, None]  # row j comes after drafts 1..j
+
+    @property
+    def seeds(self) -> Tensor:
+        """Of every query row, int64 [places * rows]."""
+        return self._of_row.seeds
+
+    @property
+    def output_counts(self) -> Tensor:
+        """Addresses of every place's counts, int64 [places]; 0: none."""
+        return self._of_place.output_counts
 
     def rewrite(self, states: Sequence[SamplingState | None]) -> None:
         """Set every place; run it in stream order. `None`: free place. Holds the counts until the next rewrite."""
         neutral = SamplingState((0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0), 0, None, None)
-        rows = [state or neutral for state in states]
-        rows += [neutral] * (len(self._held) - len(rows))
-        seen = [0 if row.prompt_seen is None else row.prompt_seen.data_ptr() for row in rows]
-        counts = [0 if row.output_counts is None else row.output_counts.data_ptr() for row in rows]
-        device = self._integers.device
-        self._parameters.copy_(pinned(torch.tensor([row.parameters for row in rows]), device), non_blocking=True)
-        integers = torch.tensor([[row.seed for row in rows], seen, counts], dtype=torch.int64)
-        self._integers.copy_(pinned(integers, device), non_blocking=True)
-        self._held = list(rows)
+        held = [state or neutral for state in states]
+        held += [neutral] * (len(self._held) - len(held))
+        self._of_place.write(held)
+        if self._rows > 1:
+            self._of_row.write([state for state in held for _ in range(self._rows)])
+        self._held = list(held)
 
-    def sample(self, logits: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Choose each row's token and count it.
+    def sample(self, logits: Tensor, positions: Tensor, tokens: Tensor, out: Tensor) -> None:
+        """Choose what follows each query row. Counts nothing: only accepted rows count.
 
-        logits     [places, vocabulary]  f32    raw
-        positions  [places]              int64  position the token will stand at
-        out        [places]              int64  written in full
+        logits     [places * rows, vocabulary]  f32    raw
+        positions  [places * rows]              int64  position the token will stand at
+        tokens     [places * rows]              int64  what each row feeds: a row behind drafts counts them as generated
+        out        [places * rows]              int64  written in full
         """
-        tokens = sample(logits, self._parameters, self._seeds, positions, self._prompt_seen, self._output_counts)
-        count_token(self._output_counts, tokens)
+        of = self._of_row
+        before = None
+        if self._rows > 1:
+            drafts = tokens.view(-1, 1, self._rows)[:, :, 1:]
+            before = torch.where(self._hears, drafts, -1).view(-1, self._rows - 1)
+        out.copy_(sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, before))
+
+    def draft(self, logits: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
+        """Guess one token a place, with the noise that the sample at that position will have.
+
+        logits     [places, vocabulary]  f32    of the drafting block
+        positions  [places]              int64  position the token will stand at
+        drafts     [places, n]           int64  guessed before it
+        returns    [places]              int64
+        """
+        of = self._of_place
+        return sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, drafts)
+
+    def sample_last(self, logits: Tensor, positions: Tensor, out: Tensor) -> None:
+        """Choose a token a place that nothing can refuse, and count it. Shapes as `draft`'s; out [places] int64."""
+        of = self._of_place
+        tokens = sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts)
+        count_token(of.output_counts, tokens)
         out.copy_(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What sampling reads, one row each."""
+
+    parameters: Tensor  # f32 [rows, 8]
+    integers: Tensor  # int64 [3, rows]
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str) -> "_Columns":
+        return _Columns(torch.zeros((rows, _COLUMNS), device=device), torch.zeros((3, rows), dtype=torch.int64, device=device))
+
+    @property
+    def seeds(self) -> Tensor:
+        return self.integers[0]
+
+    @property
+    def prompt_seen(self) -> Tensor:
+        return self.integers[1]
+
+    @property
+    def output_counts(self) -> Tensor:
+        return self.integers[2]
+
+    def write(self, held: Sequence[SamplingState]) -> None:
+        seen = [0 if row.prompt_seen is None else row.prompt_seen.data_ptr() for row in held]
+        counts = [0 if row.output_counts is None else row.output_counts.data_ptr() for row in held]
+        device = self.integers.device
+        self.parameters.copy_(pinned(torch.tensor([row.parameters for row in held]), device), non_blocking=True)
+        integers = torch.tensor([[row.seed for row in held], seen, counts], dtype=torch.int64)
+        self.integers.copy_(pinned(integers, device), non_blocking=True)

@@ -46,6 +46,11 @@ def parse_auto_integer(text: str) -> int:
         raise ValueError("auto or an integer") from None
 
 
+def parse_depth(text: str) -> int | None:
+    """A depth of drafts: an integer, or `auto` as None."""
+    return None if text == "auto" else parse_auto_integer(text)
+
+
 def parse_size(text: str) -> int:
     """Bytes: `auto` as 0, a plain count, or 512MiB, 4G, 4GiB (binary), 4GB (decimal)."""
     if text == "auto":
@@ -159,7 +164,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("hot_rows", "engine.hot_rows", parse_auto_integer, "auto|N", "rows a session and selection group keeps on the device"),
         ("host_memory", "engine.host_memory_bytes", parse_size, "auto|SIZE", "RAM for histories, like 4GiB; auto: half of what is free"),
         ("mirror_replicas", "engine.mirror_replicas", choice("1", "2", read=int), "1|2", "copies of a history in RAM"),
-        ("draft_depth", "engine.draft_depth", parse_auto_integer, "auto|0", "tokens drafted a step; drafting is not built yet"),
+        ("draft_depth", "engine.draft_depth", parse_depth, "auto|0..7", "tokens drafted a step; auto: by acceptance and load"),
         ("decode_batch_limit", "engine.decode_batch_limit", parse_integer, "N", "sessions that decode together"),
         ("append_chunk_rows", "engine.append_chunk_rows", parse_integer, "N", "rows of a prompt read at once"),
         ("context_max", "engine.context_max", parse_auto_integer, "auto|N", "tokens a session may hold; auto: the model's own limit"),
@@ -173,6 +178,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),
         ("graphs", "engine.graphs", choice("auto", "on", "off"), "auto|on|off", "replay decode steps from a recording; auto: on a device"),
         ("force_miss_rate", "engine.force_miss_rate", parse_share, "SHARE", "for measuring: made-up selections, this share of them new"),
+        ("force_accept_rate", "engine.force_accept_rate", parse_share, "SHARE", "for measuring: drafts accepted, right or not"),
         ("tape", "engine.tape", parse_text, "FILE", "record every operation to this file; see forebay tape"),
         ("host", "server.host", parse_text, "ADDRESS", "address to listen on"),
         ("port", "server.port", parse_integer, "N", "port to listen on; 0: any free one"),

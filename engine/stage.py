@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import NotAdmitted
-from engine.forced import ForcedSelection
+from engine.errors import BadSetting, NotAdmitted
+from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
 from kernels.layout import BlockLayout, TableLayout
 from memory.arena import Arena
@@ -77,6 +77,7 @@ class Stage:
     append_rows: int  # rows of the longest append chunk
     recorder: Recorder | None = None  # makes steps replays; None: every step is issued anew
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
+    forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
 
     @property
     def mtp_layer(self) -> int:
@@ -93,9 +94,11 @@ def open_stage(
 
     Args: arena_of, pool_of: what makes its arena and pool; a search for bad interleavings watches both. progress: called with (blocks
         registered, blocks in all).
-    Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers.
+    Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers. BadSetting: the model cannot draft.
     """
     facts, device = model.config, model.device
+    if config.draft_depth and model.mtp is None:
+        raise BadSetting(f"draft_depth {config.draft_depth}: the model has no MTP block to draft with; use 0 or auto")
     keys = key_format(config.index_key_format, config.row_format)
     groups = model.groups
     main_groups = groups if model.mtp is None else groups[:-1]
@@ -132,6 +135,7 @@ def open_stage(
         arena=arena, pool=pool, device=device, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback,
         append_rows=config.append_chunk_rows, recorder=_recorder(config, device),
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
+        forced_acceptance=ForcedAcceptance(config.force_accept_rate, facts.vocabulary) if config.force_accept_rate else None,
     )  # fmt: skip
 
 

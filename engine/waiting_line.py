@@ -23,12 +23,13 @@ __all__ = ["WaitingLine"]
 class WaitingLine:
     """Waiting requests of one stage, in order of arrival. Loop thread only."""
 
-    def __init__(self, stage: Stage, waiting_max: int, ended: Callable[[Request], None]) -> None:
-        """Args: ended: told of every request that leaves the line without having started."""
+    def __init__(self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], *, spare_rows: int = 0) -> None:
+        """Args: ended: told of every request that leaves the line without having started. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
         self._stage = stage
         self._waiting_max = waiting_max
         self._ended = ended
+        self._spare_rows = spare_rows
         self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
 
     def enqueue(self, request: Request) -> None:
@@ -48,9 +49,8 @@ class WaitingLine:
                 f"a context of {tokens_max} tokens can never fit: {missing} bytes of host memory missing; ask for fewer tokens"
             )
 
-    @staticmethod
-    def _tokens_max(request: Request) -> int:
-        return len(request.session.tokens) + len(request.appended) + request.max_tokens
+    def _tokens_max(self, request: Request) -> int:
+        return len(request.session.tokens) + len(request.appended) + request.max_tokens + self._spare_rows
 
     def reap(self) -> None:
         """End those that were aborted or whose session is gone."""

@@ -16,7 +16,7 @@ from torch import Tensor
 import engine.decode
 import engine.rows
 import kernels.round.reference
-import kernels.step.reference
+import kernels.verify.reference
 from engine.chain import Chain
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from kernels.place import state_values
@@ -239,13 +239,13 @@ def raise_jumps_over_a_lost_copy() -> None:
 
 def snapshot_inside_a_block() -> None:
     """A step takes rows of a half-flushed block from RAM, where a later copy may be writing them."""
-    real = kernels.step.reference.snapshot
+    real = kernels.verify.reference.spread_rows
 
-    def snapshot(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
+    def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
         real(table, place_of, positions, tokens, mirrored)
         mirrored.copy_(state_values(table, StateField.MIRRORED))
 
-    kernels.step.reference.snapshot = snapshot
+    kernels.verify.reference.spread_rows = spread_rows
 
 
 def deep_cut_keeps_the_maps() -> None:

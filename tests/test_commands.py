@@ -105,7 +105,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["serve", "--sessions-dir", "d"], ["--sessions-dir is not built yet"]),
         (["serve"], ["no model", "--demo"]),
         (["serve", "m", "--demo"], ["MODEL and --demo exclude each other"]),
-        (["serve", "m", "--draft-depth", "3"], ["drafting is not built yet"]),
+        (["serve", "m", "--draft-depth", "8"], ["draft_depth must be auto or between 0 and 7, not 8"]),
         (["run", "m"], ["--prompt-file"]),
         (["run", "m", "--prompt-file", "/nowhere/p"], ["cannot read /nowhere/p"]),
         (["run", "--prompt-file", "/nowhere/p"], ["no model"]),

@@ -189,7 +189,7 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
     real = DecodeStep._begin
 
     def begin(self: DecodeStep, table: Any) -> None:
-        for buffer in (self._x, self._u, self._qr, self._query_latent, self._query_rope, self._logits, self._hidden_before):
+        for buffer in (self._x, self._u, self._qr, self._query.latent, self._query.rope, self._logits, self._hidden_before):
             buffer.fill_(float("nan"))
         for plan in self._plans:
             for part in (plan.selection, plan.slot, plan.fill, plan.miss, plan.source):

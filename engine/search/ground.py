@@ -22,7 +22,7 @@ from kernels.address import store_at, tensor_at
 from kernels.layout import BLOCK_ROWS, BlockLayout, KeyLayout, RowLayout, StateField, TableLayout
 from kernels.locate import locate_new
 from kernels.round import RoundPlan, begin_round
-from kernels.step import snapshot
+from kernels.verify import spread_rows
 from memory.append import AppendChunk
 from memory.copyback import Copyback
 from memory.host import Registration
@@ -184,7 +184,7 @@ class Life:
         self._place_of.fill_(-1)
         self._place_of[:rows] = 0
         one = torch.zeros(1, dtype=torch.int32)
-        snapshot(self._table.tensor, one, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), self._mirrored)
+        spread_rows(self._table.tensor, one, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), self._mirrored)
         begin_round(self._table.tensor)
 
     def _write(self, first: int, rows: int) -> None:

@@ -16,22 +16,23 @@ from kernels.verify import reference
 __all__ = ["accept_rows", "keep_drafts", "spread_rows"]
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """Name every row of a step: its place, where it stands, what it feeds. All three outputs are written in full.
+def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
+    """Name every row of a step: its place, where it stands, what it feeds. All outputs are written in full.
 
     table      [places, fields]  int64  device
     place_of   [places * R]      int32  device  place of each live row, -1 for padding
     positions  [places * R]      int64  device  LOGICAL + j; 0 for padding
     tokens     [places * R]      int64  device  TOKEN or a draft; 0 for padding
+    mirrored   [places]          int64  device  the step's snapshot of MIRRORED, whole blocks; 0 for free places
     """
     assert place_of.shape[0] % table.shape[0] == 0, f"{place_of.shape[0]} rows for {table.shape[0]} places"
     assert place_of.shape[0] <= (DRAFTS_MAX + 1) * table.shape[0], f"at most {DRAFTS_MAX + 1} rows a place"
     if on_cpu("spread_rows", table):
-        reference.spread_rows(table, place_of, positions, tokens)
+        reference.spread_rows(table, place_of, positions, tokens, mirrored)
     else:
         from kernels.verify import kernel
 
-        kernel.spread_rows(table, place_of, positions, tokens)
+        kernel.spread_rows(table, place_of, positions, tokens, mirrored)
 
 
 def accept_rows(

@@ -9,24 +9,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import DRAFTS_MAX, StateField, TableField, TableLayout
+from kernels.layout import BLOCK_ROWS, DRAFTS_MAX, StateField, TableField, TableLayout
 
 __all__ = ["accept_rows", "keep_drafts", "spread_rows"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 STATE = tl.constexpr(TableField.STATE)
 LOGICAL = tl.constexpr(StateField.LOGICAL)
+MIRRORED = tl.constexpr(StateField.MIRRORED)
 TOKEN = tl.constexpr(StateField.TOKEN)
 BAD_LAYER = tl.constexpr(StateField.BAD_LAYER)
 DRAFT_COUNT = tl.constexpr(StateField.DRAFT_COUNT)
 DRAFTS = tl.constexpr(StateField.DRAFTS)
 TILE = tl.constexpr(DRAFTS_MAX + 1)  # rows a place has at most: a power of two
+B_ROWS = tl.constexpr(BLOCK_ROWS)
 INT64 = tl.constexpr(tl.pointer_type(tl.int64))
 COUNTS = tl.constexpr(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _spread_rows(table, place_of, positions, tokens, FIELDS: tl.constexpr, EACH: tl.constexpr):
+def _spread_rows(table, place_of, positions, tokens, mirrored, FIELDS: tl.constexpr, EACH: tl.constexpr):
     place = tl.program_id(0)
     fields = table + place.to(tl.int64) * FIELDS
     rows = tl.load(fields + ROWS)
@@ -42,6 +44,7 @@ def _spread_rows(table, place_of, positions, tokens, FIELDS: tl.constexpr, EACH:
     tl.store(place_of + out, tl.where(live, place, -1), mask=inside)
     tl.store(positions + out, tl.where(live, position, 0), mask=inside)
     tl.store(tokens + out, token, mask=inside)
+    tl.store(mirrored + place, tl.load(state + MIRRORED, mask=busy, other=0) // B_ROWS * B_ROWS)
 
 
 @triton.jit
@@ -99,10 +102,10 @@ def _keep_drafts(table, drafts, ends, ends_count, FIELDS: tl.constexpr, WIDTH: t
         tl.store(state + DRAFTS + column - 1, tl.where(column <= count, draft, 0), mask=column > 0)
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor) -> None:
+def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
     """See kernels/verify."""
     places, fields = table.shape
-    _spread_rows[(places,)](table, place_of, positions, tokens, fields, place_of.shape[0] // places, num_warps=1)
+    _spread_rows[(places,)](table, place_of, positions, tokens, mirrored, fields, place_of.shape[0] // places, num_warps=1)
 
 
 def accept_rows(
@@ -125,8 +128,8 @@ def keep_drafts(table: Tensor, drafts: Tensor, ends: Tensor) -> None:
 _TABLE = {"table": "*i64", "FIELDS": TableLayout(22).fields, "num_warps": 1}
 _JUDGED = {"place_of": "*i32", "tokens": "*i64", "samples": "*i64", "bad_layer": "*i64", "output_counts": "*i64", "accepted": "*i64"}
 COMPILE = [
-    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "EACH": 4}),
-    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "EACH": 1}),
+    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "mirrored": "*i64", "EACH": 4}),
+    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "mirrored": "*i64", "EACH": 1}),
     (_accept_rows, _TABLE | _JUDGED | {"next_of": "*i32", "EACH": 4}),
     (_accept_rows, _TABLE | _JUDGED | {"next_of": "*i32", "EACH": 1}),
     (_keep_drafts, _TABLE | {"drafts": "*i64", "ends": "*i64", "ends_count": "i32", "WIDTH": 3, "ENDS_TILE": 4}),

@@ -4,6 +4,8 @@ Invariants:
 1. A free place is inert: its rows are padding, nothing of it is written, and it accepts 0 rows.
 2. A place is judged by its own rows; a refused row reaches neither state nor counts.
 3. LOGICAL and TOKEN move together, once a step.
+4. MIRRORED is read once a step, rounded down to whole blocks: rows of a partly flushed block stay ring rows, because a later copy of that
+   block writes their bytes in RAM again. All layers use that snapshot.
 Source: design, sections 3 and 10.
 """
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.address import tensor_at
-from kernels.layout import DRAFTS_MAX, STATE_FIELDS, StateField, TableField
+from kernels.layout import BLOCK_ROWS, DRAFTS_MAX, STATE_FIELDS, StateField, TableField
 
 __all__ = ["accept_rows", "keep_drafts", "spread_rows"]
 
@@ -22,12 +24,14 @@ def _busy(table: Tensor) -> list[tuple[int, int, Tensor]]:
     return [(place, rows[place], tensor_at(states[place], (STATE_FIELDS,), torch.int64)) for place in range(len(rows)) if rows[place] > 0]
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor) -> None:
+def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
     each = place_of.shape[0] // table.shape[0]
     place_of.fill_(-1)
     positions.zero_()
     tokens.zero_()
+    mirrored.zero_()
     for place, rows, state in _busy(table):
+        mirrored[place] = state[StateField.MIRRORED] // BLOCK_ROWS * BLOCK_ROWS
         drafts = min(int(state[StateField.DRAFT_COUNT]), rows - 1, each - 1)
         first = place * each
         for j in range(drafts + 1):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.layout import STATE_FIELDS, StateField
+from kernels.layout import STATE_FIELDS, StateField, TableField
 from kernels.verify import accept_rows, keep_drafts, spread_rows
 from tests.kernels.verify_world import VerifyWorld
 
@@ -15,7 +15,10 @@ def spread(world: VerifyWorld, each: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = world.table.shape[0] * each
     place_of = torch.full((rows,), 99, dtype=torch.int32)
     positions, tokens = torch.full((rows,), -9), torch.full((rows,), -9)
-    spread_rows(world.table, place_of, positions, tokens)
+    mirrored = torch.full((world.table.shape[0],), -9)
+    spread_rows(world.table, place_of, positions, tokens, mirrored)
+    busy = world.table[:, TableField.ROWS] > 0
+    assert torch.equal(mirrored, torch.where(busy, world.states[:, StateField.MIRRORED] // 64 * 64, 0))
     return place_of, positions, tokens
 
 

@@ -17,6 +17,7 @@ class VerifyWorld:
         places = len(rows_of)
         self.states = torch.randint(0, vocabulary, (places, STATE_FIELDS), generator=generator)
         self.states[:, StateField.LOGICAL] = torch.randint(0, 2**40, (places,), generator=generator)
+        self.states[:, StateField.MIRRORED] = torch.randint(0, 1000, (places,), generator=generator)
         self.states[:, StateField.BAD_LAYER] = -1
         self.states[:, StateField.DRAFT_COUNT] = torch.tensor(drafts_of)
         self.counts = torch.zeros((places, vocabulary), dtype=torch.int32)

@@ -1,0 +1,165 @@
+"""Drafting: what the MTP block guesses behind a step's accepted rows, for the next step to judge.
+
+Holds the block's buffers for one bucket. Runs behind a step's `accept_rows`, on the compute stream; knows no requests and no counts.
+
+1. Extend: every accepted row's state joined with the token behind it is an MTP row; they are written to their slots, so that drafted and
+   accepted rows are as complete as rows decoded one by one. The last one, at slot LOGICAL, predicts the first draft.
+2. Chain: each draft is joined with the block's own state (after its head norm) at the next position and predicts the one after.
+   With `share_mtp_selection` the first row's selection serves the whole chain and no row of a draft is written; else each draft's row and
+   key are written at its slot, where the next step's extend writes them again, and each selects anew.
+3. Drafts are sampled with the request's own parameters, seed and position: the noise that will judge them. That raises acceptance, and
+   cannot change a token: a draft only counts where it equals the sample.
+
+Invariants:
+1. Slots past LOGICAL are provisional: nothing but this round's chain reads them.
+2. A place with one row (ROWS = 1) drafts nothing, and nothing past its last accepted row is written for it.
+Source: model.md, section 3; design, sections 4 and 10.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.chain import Chain
+from engine.rows import Destinations, store
+from engine.sampling_table import SamplingTable
+from engine.stage import Stage
+from kernels.layout import TableField
+from kernels.locate import locate_new
+from kernels.residual import add_norm
+from kernels.round import RoundPlan, begin_round
+from kernels.selection import select_places
+from kernels.sparse_mla import sparse_mla_packed
+from kernels.verify import keep_drafts
+from memory.rounds import Query
+from memory.table import StepTable
+from streams import Event, Stream
+
+__all__ = ["Drafter", "Judged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A step's buffers that drafting reads, once the step's drafts are judged. T = places * rows.
+
+    positions  [T]         int64  device
+    next_of    [T]         int32  device  place of rows whose follower gets an MTP row, else -1
+    samples    [T]         int64  device  the token behind each row
+    accepted   [places]    int64  device  rows that count
+    mirrored   [places]    int64  device  the step's snapshot
+    scores     [>= places, columns]  f32  device  scratch of the selection; None on the CPU
+    """
+
+    positions: Tensor
+    next_of: Tensor
+    samples: Tensor
+    accepted: Tensor
+    mirrored: Tensor
+    scores: Tensor | None
+
+
+class Drafter:
+    """Buffers and operations that draft up to `depth` tokens a place. One instance a bucket, used by its one step."""
+
+    def __init__(self, stage: Stage, judged: Judged, hidden: Callable[[], Tensor], depth: int) -> None:
+        """Args: hidden: the step's states after the final norm, [T, H], asked for inside its work."""
+        assert stage.model.mtp is not None, "no MTP block is loaded"
+        self._stage, self._judged, self._hidden, self._depth = stage, judged, hidden, depth
+        self._block = stage.model.mtp
+        self._group = len(stage.main_groups)
+        config, device, dtype = stage.model.config, stage.device, stage.model.dtype
+        places = judged.accepted.shape[0]
+        self._shares = config.share_mtp_selection
+        self._places = torch.arange(places, dtype=torch.int32, device=device)
+        self._rows_before = torch.arange(places, device=device) * (judged.positions.shape[0] // places)
+        self._ends = torch.tensor(config.eos_token_ids, dtype=torch.int64, device=device)
+        self._place_of = torch.full((depth, places), -1, dtype=torch.int32, device=device)  # of places that draft so deep
+        self._position = torch.zeros(places, dtype=torch.int64, device=device)  # slot of the chain's row
+        self._x = torch.zeros((places, config.hidden), dtype=dtype, device=device)
+        self._plan = RoundPlan.empty(places, config.top_k, device)
+        row_bytes, copied = stage.layout.row.row_bytes, places if device.type == "cpu" else 0  # a device attends to rows where they lie
+        self._compact = torch.zeros((copied, config.top_k, row_bytes), dtype=torch.uint8, device=device)
+        # There a chain reads the same rows again and again: what was missed is brought over once.
+        keeps = self._shares and depth > 1 and device.type != "cpu" and stage.rounds.prefetches
+        self._missed = torch.zeros((places * config.top_k, row_bytes), dtype=torch.uint8, device=device) if keeps else None
+        self._unused = torch.full((places,), -1, dtype=torch.int64, device=device)  # a draft that is not finite is only a bad guess
+        self._drafts = torch.zeros((places, depth), dtype=torch.int64, device=device)
+
+    def issue(self, chain: Chain, compute: Stream, table: StepTable, sampling: SamplingTable) -> Event[Any]:
+        """Submit the whole round; returns its last event."""
+        chain.submit(compute, lambda: self._extend(table.tensor), label="draft.extend", writes=(self._x, self._position))
+        last: Event[Any] | None = None
+        for depth in range(self._depth):
+            work = partial(self._draft, depth, table.tensor, sampling)
+            last = chain.submit(
+                compute, work, label=f"draft.{depth}", writes=(self._x, self._position, self._plan.selection, self._compact, self._drafts)
+            )
+        assert last is not None, "a drafter drafts at least one token"
+        return last
+
+    def clear(self, table: StepTable) -> None:
+        """After a failed step: unmap the slots that the last plan assigned."""
+        self._stage.rounds.clear(table.tensor, self._group, self._places, self._plan)
+
+    def _extend(self, table: Tensor) -> None:
+        """Write the MTP rows behind all accepted rows; the last one of each place begins the chain."""
+        stage, judged = self._stage, self._judged
+        rows = table[:, TableField.ROWS]
+        for depth in range(self._depth):
+            self._place_of[depth].copy_(torch.where(rows - 1 > depth, self._places, -1))
+        x = stage.model.mtp_input(judged.samples, self._hidden())
+        slots = judged.positions + 1
+        self._store(table, x, judged.next_of, slots)
+        last = self._rows_before + (judged.accepted - 1).clamp_min(0)
+        self._x.copy_(x.index_select(0, last))
+        self._position.copy_(slots.index_select(0, last))
+
+    def _store(self, table: Tensor, x: Tensor, place_of: Tensor, slots: Tensor) -> None:
+        """Write rows and keys of MTP inputs x [n, H] to `slots`, int64 [n]."""
+        stage, layer = self._stage, self._block.layer
+        destinations = Destinations(*locate_new(table, stage.table_layout, stage.layout, place_of, slots))
+        store(layer, layer.attention_input(x), stage.model.rope(slots), stage.layout, stage.mtp_layer, self._group, destinations)
+
+    def _draft(self, depth: int, table: Tensor, sampling: SamplingTable) -> None:
+        """One draft a place from the chain's rows `_x` at slots `_position`, and the rows of the next."""
+        model, block = self._stage.model, self._block
+        place_of = self._place_of[depth]
+        if depth > 0 and not self._shares:
+            self._store(table, self._x, place_of, self._position)
+        attended = self._attend(depth, table, place_of)
+        y = add_norm(
+            self._x, block.layer.mla.project_output(attended), block.layer.output_norm, block.layer.norm_eps, self._unused, 0
+        )  # fmt: skip
+        state = add_norm(self._x, block.layer.feed_forward(y), block.head_norm, block.norm_eps, self._unused, 0)
+        self._position.add_(1)
+        drafts = sampling.draft(model.logits(state).float(), self._position, self._drafts[:, :depth])
+        self._drafts[:, depth].copy_(drafts)
+        if depth + 1 < self._depth:
+            self._x.copy_(model.mtp_input(drafts, state))
+        else:
+            keep_drafts(table, self._drafts, self._ends)
+
+    def _attend(self, depth: int, table: Tensor, place_of: Tensor) -> Tensor:
+        """Attention of the chain's rows over the block's own selection, [places, heads, R]."""
+        stage, plan, layer = self._stage, self._plan, self._block.layer
+        u = layer.attention_input(self._x)
+        latent = layer.mla.project_latent(u)
+        cos, sin = stage.model.rope(self._position)
+        query = Query(*layer.mla.project_query(latent, cos, sin), stage.model.config.scale)
+        if depth > 0 and self._shares and self._compact.numel():
+            return sparse_mla_packed(query.latent, query.rope, self._compact, plan.selection, stage.layout.row, query.scale)
+        if depth == 0 or not self._shares:
+            asked, head_weights = layer.full_indexer.index_query(u, latent, cos, sin)
+            key, scores, group = stage.layout.key, self._judged.scores, self._group
+            select_places(table, group, place_of, self._position, asked, head_weights, key, 1, plan.selection, scores)
+            if depth > 0:
+                begin_round(table)
+            stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)
+            if self._missed is not None:
+                stage.rounds.fetch(plan, stage.mtp_layer, self._missed)
+        # Attending anew to rows that were read before fills their slots anew, with the same bytes.
+        return stage.rounds.attend(table, self._group, 0, stage.mtp_layer, place_of, plan, self._missed, self._compact, query)
