@@ -112,7 +112,8 @@ def test_dense_mlp_and_router_of_many_rows() -> None:
     gate, up, down = drawn(512, 1024, seed=1, scale=1 / 32), drawn(512, 1024, seed=2, scale=1 / 32), drawn(1024, 512, seed=3, scale=1 / 22)
     y = drawn(257, 1024, seed=4)
     wanted = moe.gated_mlp(y, gate, up, down)
-    near(again(lambda: moe.gated_mlp(y.cuda(), gate.cuda(), up.cuda(), down.cuda())), wanted, 1e-5)
+    card = [part.cuda() for part in (y, gate, up, down)]
+    near(again(lambda: moe.gated_mlp(*card)), wanted, 1e-5)
     near(moe.gated_mlp(*(part.cuda().bfloat16() for part in (y, gate, up, down))), wanted, 4e-2)
     how = {"experts_per_token": 8, "groups": 1, "groups_kept": 1, "normalise": True, "factor": 2.5}
     router, bias = drawn(64, 1024, seed=5, scale=1 / 32), drawn(64, seed=6, scale=0.1)

@@ -41,7 +41,7 @@ class DeviceLife:
         self.device = device
         self.backend: Backend = CpuBackend() if device.type == "cpu" else DeviceBackend(device)
         self.ledger = Ledger()
-        blocks = 3 * -(-tokens_max // BLOCK_ROWS)  # room to grow, and a resident session's mirror
+        blocks = 5 * -(-tokens_max // BLOCK_ROWS)  # room to grow, and a resident session's mirror
         chunk_bytes = 5 * LAYOUT.block_bytes + 1
         self.arena = Arena(LAYOUT, blocks * LAYOUT.block_bytes, self.ledger, chunk_bytes=chunk_bytes, registration=registration_for(device))
         if late is not None:
