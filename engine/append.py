@@ -156,9 +156,9 @@ class AppendRun:
             rows = end - start * BLOCK_ROWS
             gather_blocks(chunk.block_addresses[start:], layout.row_offset(local), rows, layout.row.row_bytes, target)
 
-    def _store(self, chunk: AppendChunk, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, present: Tensor | None) -> None:
+    def _store(self, chunk: AppendChunk, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, skips: Tensor | None) -> None:
         destinations = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
-        store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, destinations, present)
+        store(layer, u, (self._cos, self._sin), self._stage.layout, local, key_layer, destinations, skips)
 
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
@@ -217,9 +217,8 @@ class AppendRun:
         before = kept[(chunk.first - 1) % HIDDEN_ROWS] if chunk.first > 0 else torch.zeros_like(kept[0])
         if model.mtp is not None:
             x = model.mtp_input(self._ids, torch.cat([before.to(hidden.dtype)[None], hidden[:-1]]))
-            present = (self._positions > 0)[:, None]
             block = model.mtp.layer
-            self._store(chunk, block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), present)
+            self._store(chunk, block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), self._positions)
         kept[self._positions[-HIDDEN_ROWS:] % HIDDEN_ROWS] = hidden[-HIDDEN_ROWS:].float()
         bad = torch.where(self._bad_layer >= 0, self._bad_layer, _NO_LAYER).amin()
         self._outcome[1] = torch.where((self._outcome[1] < 0) & (bad < _NO_LAYER), bad, self._outcome[1])

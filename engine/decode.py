@@ -254,8 +254,7 @@ class DecodeStep:
         rope = self._first(self._cos), self._first(self._sin)
         first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows].contiguous())
         block = model.mtp.layer
-        present = (positions > 0)[:, None]
-        store(block, block.attention_input(x), rope, stage.layout, stage.mtp_layer, len(stage.main_groups), first, present)
+        store(block, block.attention_input(x), rope, stage.layout, stage.mtp_layer, len(stage.main_groups), first, positions)
 
     def _first(self, of_rows: Tensor) -> Tensor:
         """Each place's first row, contiguous."""

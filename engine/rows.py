@@ -5,12 +5,12 @@ Both ways to write rows, decode and append, come through here, so a row's bytes 
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from engine.model.indexer import KEY_NORM_EPS
 from engine.model.layer import LayerWeights
 from kernels.layout import BlockLayout
-from kernels.quantize import append_keys, append_rows
+from kernels.row_write import write_keys, write_rows
 
 __all__ = ["Destinations", "store", "store_key", "store_row"]
 
@@ -31,37 +31,37 @@ class Destinations:
 
 def store(
     layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, key_layer: int | None,
-    destinations: Destinations, present: Tensor | None = None,
+    destinations: Destinations, positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write one layer's packed rows, and its index keys where it has any, to ring (or block) and page.
 
-    u        [T, hidden]  float  normed input of the layer
-    present  [T, 1]       bool   rows that are False are stored as zeros: slot 0 of the MTP layer stays empty, the same bytes in every run
+    u          [T, hidden]  float  normed input of the layer
+    positions  [T] or None  int64  if given, a row at position 0 is stored as zeros: slot 0 of the MTP layer stays empty, the same bytes
+                                   in every run
     Args: local: the layer in the stage. key_layer: its selection group if it makes the selection, else None.
     """
     if key_layer is not None:
-        store_key(layer, u, rope_table, layout, key_layer, destinations, present)
-    store_row(layer, u, rope_table, layout, local, destinations, present)
+        store_key(layer, u, rope_table, layout, key_layer, destinations, positions)
+    store_row(layer, u, rope_table, layout, local, destinations, positions)
 
 
 def store_row(
     layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, destinations: Destinations,
-    present: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write one layer's packed rows; see `store`."""
-    latent, rope = layer.mla.project_row(u, *rope_table)
-    if present is not None:
-        latent, rope = torch.where(present, latent, 0.0), torch.where(present, rope, 0.0)
-    append_rows(latent, rope, destinations.rows, layout.row_offset(local), layout.row)
+    mla = layer.mla
+    offset = layout.row_offset(local)
+    write_rows(mla.row_source(u), mla.row_norm, mla.norm_eps, rope_table, destinations.rows, offset, layout.row, positions)
 
 
 def store_key(
     layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, key_layer: int, destinations: Destinations,
-    present: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write one full layer's index keys; see `store`."""
-    keys = layer.full_indexer.index_key(u, *rope_table)
-    if present is not None:
-        keys = torch.where(present, keys, 0.0)
-    append_keys(keys, destinations.keys, key_layer * layout.key_layer_bytes, layout.key)
-    append_keys(keys, destinations.pages[key_layer], 0, layout.key)
+    indexer = layer.full_indexer
+    write_keys(
+        indexer.key_source(u), indexer.key_norm, indexer.key_bias, KEY_NORM_EPS, rope_table, destinations.keys,
+        key_layer * layout.key_layer_bytes, destinations.pages[key_layer], layout.key, positions,
+    )  # fmt: skip

@@ -180,21 +180,21 @@ def slot_map_not_cleared() -> None:
 
 def index_keys_late() -> None:
     """A decode step's keys reach their page one step after its rows reach the ring."""
-    real = engine.rows.append_keys  # type: ignore[attr-defined]
+    real = engine.rows.write_keys  # type: ignore[attr-defined]
     calls: list[tuple[Any, ...]] = []
-    count = 0
 
-    def append(keys: Tensor, destinations: Tensor, *rest: Any) -> None:
-        nonlocal count
-        count += 1
-        if count % 2:  # first the block's key, then the page's
-            real(keys, destinations, *rest)
-            return
-        calls.append((keys.clone(), destinations.clone(), *rest))
+    def write(
+        projected: Tensor, weight: Tensor, bias: Tensor, eps: float, table: Any, destinations: Tensor, offset_bytes: int, pages: Tensor,
+        layout: Any, positions: Tensor | None,
+    ) -> None:  # fmt: skip
+        nowhere = torch.zeros_like(pages)
+        real(projected, weight, bias, eps, table, destinations, offset_bytes, nowhere, layout, positions)
+        kept = None if positions is None else positions.clone()
+        calls.append((projected.clone(), weight, bias, eps, table, nowhere, 0, pages.clone(), layout, kept))
         if len(calls) > 2:
             real(*calls.pop(0))
 
-    engine.rows.append_keys = append  # type: ignore[attr-defined]
+    engine.rows.write_keys = write  # type: ignore[attr-defined]
 
 
 def table_rewritten_out_of_order() -> None:

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["layer_norm", "rms_norm"]
+__all__ = ["layer_norm", "rms_norm", "rms_scaled"]
+
+
+@triton.jit
+def rms_scaled(given, weights, eps, WIDTH: tl.constexpr):
+    """RMSNorm of one row of values, zero past WIDTH, times float32 weights: float32, before the last rounding."""
+    wide = given.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
+    return (wide * scale).to(given.dtype).to(tl.float32) * weights
 
 
 @triton.jit
@@ -21,10 +29,8 @@ def _rms(x, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     given = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide) / WIDTH + eps)
-    normed = (wide * scale).to(given.dtype).to(tl.float32)
-    scaled = normed * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    weights = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = rms_scaled(given, weights, eps, WIDTH)
     tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), mask=inside)
 
 

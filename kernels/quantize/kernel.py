@@ -17,7 +17,10 @@ from torch import Tensor
 
 from kernels.layout import SCALE_GROUP, KeyLayout, RowLayout
 
-__all__ = ["append_keys", "append_rows", "pack_keys", "pack_rows", "unpack_keys", "unpack_rows"]
+__all__ = [
+    "GROUP", "append_keys", "append_rows", "key_shape", "pack_keys", "pack_rows", "row_shape", "store_quantized", "store_wide",
+    "store_zeros", "unpack_keys", "unpack_rows",
+]  # fmt: skip
 
 GROUP = tl.constexpr(SCALE_GROUP)
 SCALE_MAX = tl.constexpr(65504.0)  # float16's largest
@@ -41,21 +44,47 @@ def _bfloat16_bits(x):
 
 
 @triton.jit
-def _store_wide(values, stride, row, start, wanted, COUNT: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr):
-    """Store one row of values at address `start` as bfloat16 (WIDE 2) or float32 (WIDE 4)."""
-    column = tl.arange(0, PADDED)
-    x = tl.load(values + row.to(tl.int64) * stride + column, mask=column < COUNT, other=0).to(tl.float32)
+def store_wide(x, column, start, wanted, WIDE: tl.constexpr):
+    """Store float32 values at places `column` behind address `start` as bfloat16 (WIDE 2) or float32 (WIDE 4)."""
     if WIDE == 2:
-        tl.store(tl.multiple_of(start.to(INT16), 2) + column, _bfloat16_bits(x), mask=wanted & (column < COUNT))
+        tl.store(tl.multiple_of(start.to(INT16), 2) + column, _bfloat16_bits(x), mask=wanted)
     else:
-        tl.store(start.to(INT32) + column, x.to(tl.int32, bitcast=True), mask=wanted & (column < COUNT))
+        tl.store(start.to(INT32) + column, x.to(tl.int32, bitcast=True), mask=wanted)
 
 
 @triton.jit
-def _store_zeros(start, wanted, COUNT: tl.constexpr):
+def store_zeros(start, wanted, COUNT: tl.constexpr):
     """Zero fewer than 16 bytes."""
     byte = tl.arange(0, 16)
     tl.store(start.to(UINT8) + byte, tl.zeros((16,), tl.uint8), mask=wanted & (byte < COUNT))
+
+
+@triton.jit
+def store_quantized(x, start, wanted, LATENT: tl.constexpr, SCALES_OFFSET: tl.constexpr, GROUPS_PADDED: tl.constexpr):
+    """Quantise one row's latent, float32 [GROUPS_PADDED, GROUP] with zeros past LATENT, and store it with its scales at `start`."""
+    group = tl.arange(0, GROUPS_PADDED)
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    finite = tl.min((tl.abs(x) <= FLOAT_MAX).to(tl.int32), axis=1) > 0
+    x = tl.where(finite[:, None], x, 0.0)
+    scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), SCALE_MAX).to(tl.float16)
+    rounded = scale.to(tl.float32)
+    divisor = tl.where(rounded > 0, rounded, INFINITY)
+    value = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (GROUPS_PADDED, GROUP)))
+    value = tl.minimum(tl.maximum(value, -127.0), 127.0)
+    value = (value + HALVES_TO_EVEN) - HALVES_TO_EVEN
+    tl.store(tl.multiple_of(start.to(INT8), 16) + column, value.to(tl.int8), mask=wanted & (column < LATENT))
+    bits = tl.where(finite, scale.to(tl.int16, bitcast=True), NAN16).to(tl.int16)
+    scales = (start + SCALES_OFFSET).to(INT16)
+    tl.store(scales + group, bits, mask=wanted & (group * GROUP < LATENT))
+    store_zeros(start + LATENT, wanted, SCALES_OFFSET - LATENT)
+
+
+@triton.jit
+def _copy_wide(values, stride, row, start, wanted, COUNT: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr):
+    """Store one row of values at address `start`."""
+    column = tl.arange(0, PADDED)
+    x = tl.load(values + row.to(tl.int64) * stride + column, mask=column < COUNT, other=0).to(tl.float32)
+    store_wide(x, column, start, wanted & (column < COUNT), WIDE)
 
 
 @triton.jit
@@ -81,23 +110,11 @@ def _pack_rows(
         group = tl.arange(0, GROUPS_PADDED)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(latent + row.to(tl.int64) * latent_stride + column, mask=column < LATENT, other=0).to(tl.float32)
-        finite = tl.min((tl.abs(x) <= FLOAT_MAX).to(tl.int32), axis=1) > 0
-        x = tl.where(finite[:, None], x, 0.0)
-        scale = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0), SCALE_MAX).to(tl.float16)
-        rounded = scale.to(tl.float32)
-        divisor = tl.where(rounded > 0, rounded, INFINITY)
-        value = tl.div_rn(x, tl.broadcast_to(divisor[:, None], (GROUPS_PADDED, GROUP)))
-        value = tl.minimum(tl.maximum(value, -127.0), 127.0)
-        value = (value + HALVES_TO_EVEN) - HALVES_TO_EVEN
-        tl.store(tl.multiple_of(start.to(INT8), 16) + column, value.to(tl.int8), mask=wanted & (column < LATENT))
-        bits = tl.where(finite, scale.to(tl.int16, bitcast=True), NAN16).to(tl.int16)
-        scales = (start + SCALES_OFFSET).to(INT16)
-        tl.store(scales + group, bits, mask=wanted & (group * GROUP < LATENT))
-        _store_zeros(start + LATENT, wanted, SCALES_OFFSET - LATENT)
+        store_quantized(x, start, wanted, LATENT, SCALES_OFFSET, GROUPS_PADDED)
     else:
-        _store_wide(latent, latent_stride, row, start, wanted, LATENT, LATENT_PADDED, WIDE)
-    _store_wide(rope, rope_stride, row, start + ROPE_OFFSET, wanted, ROPE, ROPE_PADDED, WIDE)
-    _store_zeros(start + ROPE_OFFSET + ROPE * WIDE, wanted, ROW_BYTES - ROPE_OFFSET - ROPE * WIDE)
+        _copy_wide(latent, latent_stride, row, start, wanted, LATENT, LATENT_PADDED, WIDE)
+    _copy_wide(rope, rope_stride, row, start + ROPE_OFFSET, wanted, ROPE, ROPE_PADDED, WIDE)
+    store_zeros(start + ROPE_OFFSET + ROPE * WIDE, wanted, ROW_BYTES - ROPE_OFFSET - ROPE * WIDE)
 
 
 @triton.jit
@@ -107,8 +124,8 @@ def _pack_keys(
 ):  # fmt: skip
     row = tl.program_id(0)
     start = _destination(destinations, out, row, offset_bytes, KEY_BYTES, APPENDED)
-    _store_wide(keys, keys_stride, row, start, start != 0, WIDTH, PADDED, WIDE)
-    _store_zeros(start + WIDTH * WIDE, start != 0, KEY_BYTES - WIDTH * WIDE)
+    _copy_wide(keys, keys_stride, row, start, start != 0, WIDTH, PADDED, WIDE)
+    store_zeros(start + WIDTH * WIDE, start != 0, KEY_BYTES - WIDTH * WIDE)
 
 
 @triton.jit
@@ -146,7 +163,7 @@ def _padded(count: int) -> int:
     return int(triton.next_power_of_2(count))
 
 
-def _row_shape(layout: RowLayout) -> dict[str, int | bool]:
+def row_shape(layout: RowLayout) -> dict[str, int | bool]:
     return {
         "QUANTIZED": layout.encoding == "q8g64", "WIDE": 4 if layout.encoding == "f32" else 2, "LATENT": layout.latent,
         "ROPE": layout.rope, "SCALES_OFFSET": layout.scales_offset, "ROPE_OFFSET": layout.rope_offset, "ROW_BYTES": layout.row_bytes,
@@ -154,7 +171,7 @@ def _row_shape(layout: RowLayout) -> dict[str, int | bool]:
     }  # fmt: skip
 
 
-def _key_shape(layout: KeyLayout) -> dict[str, int]:
+def key_shape(layout: KeyLayout) -> dict[str, int]:
     wide = 4 if layout.encoding == "f32" else 2
     return {"WIDE": wide, "WIDTH": layout.width, "KEY_BYTES": layout.key_bytes, "PADDED": _padded(layout.width)}
 
@@ -182,7 +199,7 @@ def _launch_rows(latent: Tensor, rope: Tensor, destinations: Tensor | None, out:
     appended = destinations is not None
     _pack_rows[(latent.shape[0],)](
         latent, rope, destinations if appended else out, out, latent.stride(0), rope.stride(0), offset_bytes, appended,
-        **_row_shape(layout),
+        **row_shape(layout),
     )  # fmt: skip
 
 
@@ -191,7 +208,7 @@ def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     packed = torch.empty((keys.shape[0], layout.key_bytes), dtype=torch.uint8, device=keys.device)
     if keys.shape[0]:
         keys = _dense(keys)
-        _pack_keys[(keys.shape[0],)](keys, packed, packed, keys.stride(0), 0, False, **_key_shape(layout))
+        _pack_keys[(keys.shape[0],)](keys, packed, packed, keys.stride(0), 0, False, **key_shape(layout))
     return packed
 
 
@@ -199,7 +216,7 @@ def append_keys(keys: Tensor, destinations: Tensor, offset_bytes: int, layout: K
     """See kernels/quantize. One launch; capturable."""
     if keys.shape[0]:
         keys = _dense(keys)
-        _pack_keys[(keys.shape[0],)](keys, destinations, destinations, keys.stride(0), offset_bytes, True, **_key_shape(layout))
+        _pack_keys[(keys.shape[0],)](keys, destinations, destinations, keys.stride(0), offset_bytes, True, **key_shape(layout))
 
 
 def _launch_unpack(packed: Tensor, count: int, wide: int, offset: int = 0, scales_offset: int = 0, quantized: bool = False) -> Tensor:
@@ -232,11 +249,11 @@ _ROWS = {"latent": "*bf16", "rope": "*fp32", "latent_stride": "i32", "rope_strid
 _UNPACK = {"packed": "*u8", "out": "*fp32", "items": "i32", "SCALES_OFFSET": _GLM.scales_offset, "ITEM_BYTES": _GLM.row_bytes, "WIDE": 2}
 _KEYS = {"keys": "*fp32", "keys_stride": "i32", "out": "*u8"}
 COMPILE = [
-    (_pack_rows, {**_ROWS, **_APPEND, **_row_shape(_GLM)}),
-    (_pack_rows, {**_ROWS, **_APPEND, **_row_shape(RowLayout("bf16", 512, 64)), "latent": "*fp32"}),
-    (_pack_rows, {**_ROWS, **_APPEND, **_row_shape(RowLayout("f32", 512, 64)), "APPENDED": False}),
-    (_pack_keys, {**_KEYS, **_APPEND, **_key_shape(KeyLayout("bf16", 128))}),
-    (_pack_keys, {**_KEYS, **_APPEND, **_key_shape(KeyLayout("f32", 128)), "APPENDED": False}),
+    (_pack_rows, {**_ROWS, **_APPEND, **row_shape(_GLM)}),
+    (_pack_rows, {**_ROWS, **_APPEND, **row_shape(RowLayout("bf16", 512, 64)), "latent": "*fp32"}),
+    (_pack_rows, {**_ROWS, **_APPEND, **row_shape(RowLayout("f32", 512, 64)), "APPENDED": False}),
+    (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("bf16", 128))}),
+    (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("f32", 128)), "APPENDED": False}),
     (_unpack, {**_UNPACK, "QUANTIZED": True, "OFFSET": 0, "COUNT": 512, "PADDED": 512, "TILE": 4}),
     (_unpack, {**_UNPACK, "QUANTIZED": False, "OFFSET": _GLM.rope_offset, "COUNT": 64, "PADDED": 64, "TILE": 32}),
 ]

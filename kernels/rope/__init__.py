@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.place import on_cpu
 from kernels.rope import reference
 
-__all__ = ["rope_frequencies", "rope_table", "rotate"]
+__all__ = ["rope_frequencies", "rope_table", "rotate", "rotate_first"]
 
 
 def rope_frequencies(theta: float, width: int) -> Tensor:
@@ -47,3 +47,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     from kernels.rope import kernel
 
     return kernel.rotate(x, cos, sin)
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first values of the last dimension, as many as the table covers; the others stay. x is given up.
+
+    x         [rows, ..., width]  float  contiguous; a device turns it in place
+    cos, sin  [rows, pairs]       x's dtype; 2 * pairs is at most width
+    returns   [rows, ..., width]  x's dtype, contiguous
+    """
+    assert x.shape[-1] >= 2 * cos.shape[-1], f"table of {cos.shape[-1]} pairs does not fit rows of {x.shape[-1]}"
+    assert x.shape[0] == cos.shape[0], f"table of {cos.shape[0]} rows does not fit {x.shape[0]} rows"
+    if on_cpu("rotate_first", x):
+        return reference.rotate_first(x, cos, sin)
+    from kernels.rope import kernel
+
+    return kernel.rotate_first(x, cos, sin)

@@ -10,13 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["rotate"]
+__all__ = ["rotate", "rotate_first", "turned"]
 
 _HEADS_BLOCK = 8
 
 
 @triton.jit
-def _rotate(x, cos, sin, out, heads, x_row, x_head, x_value, t_row, PAIRS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def turned(even, odd, c, s):
+    """Pairs of values turned by float32 cosines and sines, in the values' own type; every product is rounded to it first."""
+    kind = even.dtype
+    even = even.to(tl.float32)
+    odd = odd.to(tl.float32)
+    first = (even * c).to(kind).to(tl.float32) - (odd * s).to(kind).to(tl.float32)
+    second = (odd * c).to(kind).to(tl.float32) + (even * s).to(kind).to(tl.float32)
+    return first.to(kind), second.to(kind)
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, heads, x_row, x_head, x_value, out_row, out_head, t_row, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, BLOCK)
@@ -24,38 +38,47 @@ def _rotate(x, cos, sin, out, heads, x_row, x_head, x_value, t_row, PAIRS: tl.co
     inside = (head < heads)[:, None] & known[None, :]
     from_x = x + row * x_row + head[:, None] * x_head + pair[None, :] * 2 * x_value
     even = tl.load(from_x, mask=inside, other=0.0)
-    odd = tl.load(from_x + x_value, mask=inside, other=0.0).to(tl.float32)
-    kind = even.dtype
-    even = even.to(tl.float32)
+    odd = tl.load(from_x + x_value, mask=inside, other=0.0)
     c = tl.load(cos + row * t_row + pair, mask=known, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + row * t_row + pair, mask=known, other=0.0).to(tl.float32)[None, :]
-    first = (even * c).to(kind).to(tl.float32) - (odd * s).to(kind).to(tl.float32)
-    second = (odd * c).to(kind).to(tl.float32) + (even * s).to(kind).to(tl.float32)
-    to_out = out + (row * heads + head[:, None]) * 2 * PAIRS + pair[None, :] * 2
-    tl.store(to_out, first.to(kind), mask=inside)
-    tl.store(to_out + 1, second.to(kind), mask=inside)
+    first, second = turned(even, odd, c, s)
+    to_out = out + row * out_row + head[:, None] * out_head + pair[None, :] * 2
+    tl.store(to_out, first, mask=inside)
+    tl.store(to_out + 1, second, mask=inside)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See the package page."""
     rows, width = x.shape[0], x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    by_head = x.reshape(rows, -1, width)
-    heads, pairs = by_head.shape[1], width // 2
+    if x.numel():
+        _launch(x.reshape(rows, -1, width), cos, sin, out.view(rows, -1, width))
+    return out
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See the package page. In place: a pair is read and written by one program."""
+    assert x.is_contiguous(), "x is not contiguous"
+    if x.numel():
+        turning = x.view(x.shape[0], -1, x.shape[-1])[..., : 2 * cos.shape[-1]]
+        _launch(turning, cos, sin, turning)
+    return x
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Rotate x [rows, heads, width] to `out`, whose values of a head lie side by side; it may be x itself."""
+    rows, heads, width = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()
     # Contraction into fused multiply-adds would change float32 bits.
     _rotate[(rows, triton.cdiv(heads, _HEADS_BLOCK))](
-        by_head, cos, sin, out, heads, *by_head.stride(), cos.stride(0),
-        PAIRS=pairs, HEADS=_HEADS_BLOCK, BLOCK=triton.next_power_of_2(pairs), num_warps=1, enable_fp_fusion=False,
+        x, cos, sin, out, heads, *x.stride(), out.stride(0), out.stride(1), cos.stride(0),
+        PAIRS=width // 2, HEADS=_HEADS_BLOCK, BLOCK=triton.next_power_of_2(width // 2), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return out
 
 
 COMPILE = [
     (_rotate, {
         "x": "*bf16", "cos": "*bf16", "sin": "*bf16", "out": "*bf16", "heads": "i32", "x_row": "i32", "x_head": "i32", "x_value": 1,
-        "t_row": "i32", "PAIRS": 32, "HEADS": _HEADS_BLOCK, "BLOCK": 32, "num_warps": 1,
+        "out_row": "i32", "out_head": "i32", "t_row": "i32", "PAIRS": 32, "HEADS": _HEADS_BLOCK, "BLOCK": 32, "num_warps": 1,
     }),
 ]  # fmt: skip

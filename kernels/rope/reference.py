@@ -8,7 +8,7 @@ Invariants:
 import torch
 from torch import Tensor
 
-__all__ = ["rope_frequencies", "rope_table", "rotate"]
+__all__ = ["rope_frequencies", "rope_table", "rotate", "rotate_first"]
 
 
 def rope_frequencies(theta: float, width: int) -> Tensor:
@@ -32,3 +32,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     torch.sub(even * cos, odd * sin, out=out[..., 0::2])
     torch.add(odd * cos, even * sin, out=out[..., 1::2])
     return out
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the values that the table covers; the others stay; see the package page."""
+    width = 2 * cos.shape[-1]
+    return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)

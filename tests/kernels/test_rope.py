@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.rope import rope_frequencies, rope_table, rotate
+from kernels.rope import rope_frequencies, rope_table, rotate, rotate_first
 
 
 @pytest.mark.parametrize(("theta", "width"), [(1e4, 16), (1e6, 64), (8e6, 64), (8e6, 32)])
@@ -86,3 +86,27 @@ def test_rotate_of_no_rows():
     """No rows in, no rows out."""
     cos, sin = rope_table(torch.empty(0, dtype=torch.int64), rope_frequencies(1e4, 8), torch.float32)
     assert rotate(torch.empty(0, 2, 8), cos, sin).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_values_turn_and_the_others_stay(dtype: torch.dtype) -> None:
+    """The values that the table covers are rotated, the rest of every head is untouched, with and without heads; no rows are fine."""
+    table = rope_table(torch.tensor([0, 9, 1_048_575]), rope_frequencies(8e6, 6), dtype)
+    for shape in ((3, 13), (3, 9, 13), (3, 5, 6)):
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+        before = x.clone()
+        got = rotate_first(x, *table)
+        assert torch.equal(got[..., 6:], before[..., 6:])
+        assert torch.equal(got[..., :6], rotate(before[..., :6], *table))
+        assert got.is_contiguous()
+    assert rotate_first(torch.empty(0, 4, 8), table[0][:0], table[1][:0]).shape == (0, 4, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "width", "rope"), [(32, 128, 64), (12, 16, 8), (1, 3, 2)])
+def test_a_card_turns_first_values_in_place(heads: int, width: int, rope: int) -> None:
+    """Every value is the reference's to the bit for float32, the first of each head turned and the others untouched."""
+    table = rope_table(torch.tensor([0, 9, 77, 1_048_575]), rope_frequencies(8e6, rope), torch.float32)
+    x = torch.randn(4, heads, width, generator=torch.Generator().manual_seed(1))
+    got = rotate_first(x.cuda(), table[0].cuda(), table[1].cuda())
+    assert torch.equal(got.cpu(), rotate_first(x, *table))

@@ -1,0 +1,163 @@
+"""New rows and keys on a device: one program norms, rotates, packs and stores one row, or one key twice.
+
+Invariants:
+1. Roundings are the reference's: the norm rounds to the projection's dtype before the weight and again behind it, every product of the
+   rotation too, and the quantiser is `kernels/quantize`'s own.
+2. A row is reduced in a shape given by its width alone, whatever the number of rows.
+3. No multiplication is fused with an addition: that would change float32 bits of the rotation.
+
+Bytes of one GLM row: 1.1 KiB read, 656 written; of a key 0.8 KiB read, 512 written. Nothing beside a launch.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.layout import KeyLayout, RowLayout
+from kernels.norm.kernel import rms_scaled
+from kernels.quantize.kernel import GROUP, key_shape, row_shape, store_quantized, store_wide, store_zeros
+from kernels.rope.kernel import turned
+
+__all__ = ["write_keys", "write_rows"]
+
+
+@triton.jit
+def _table_row(cos, sin, row, stride, pair, known):
+    """Float32 cosines and sines of one row's pairs."""
+    c = tl.load(cos + row.to(tl.int64) * stride + pair, mask=known, other=0).to(tl.float32)
+    s = tl.load(sin + row.to(tl.int64) * stride + pair, mask=known, other=0).to(tl.float32)
+    return c, s
+
+
+@triton.jit
+def _write_rows(
+    projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
+    QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    address = tl.load(destinations + row)
+    wanted = address != 0
+    start = tl.where(wanted, address + offset_bytes, 0)
+    values = projected + row.to(tl.int64) * projected_stride
+    columns: tl.constexpr = GROUPS_PADDED * GROUP if QUANTIZED else LATENT_PADDED
+    column = tl.arange(0, columns)
+    given = tl.load(values + column, mask=column < LATENT, other=0)
+    weights = tl.load(weight + column, mask=column < LATENT, other=0).to(tl.float32)
+    latent = rms_scaled(given, weights, eps, LATENT).to(given.dtype).to(tl.float32)
+    pair = tl.arange(0, ROPE_PADDED)  # twice as many as there are
+    known = 2 * pair < ROPE
+    even = tl.load(values + LATENT + 2 * pair, mask=known, other=0)
+    odd = tl.load(values + LATENT + 2 * pair + 1, mask=known, other=0)
+    c, s = _table_row(cos, sin, row, table_stride, pair, known)
+    first, second = turned(even, odd, c, s)
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    if SKIP_FIRST:
+        present = tl.load(positions + row) > 0
+        latent = tl.where(present, latent, 0.0)
+        first = tl.where(present, first, 0.0)
+        second = tl.where(present, second, 0.0)
+    if QUANTIZED:
+        store_quantized(tl.reshape(latent, (GROUPS_PADDED, GROUP)), start, wanted, LATENT, SCALES_OFFSET, GROUPS_PADDED)
+    else:
+        store_wide(latent, column, start, wanted & (column < LATENT), WIDE)
+    store_wide(first, 2 * pair, start + ROPE_OFFSET, wanted & known, WIDE)
+    store_wide(second, 2 * pair + 1, start + ROPE_OFFSET, wanted & known, WIDE)
+    store_zeros(start + ROPE_OFFSET + ROPE * WIDE, wanted, ROW_BYTES - ROPE_OFFSET - ROPE * WIDE)
+
+
+@triton.jit
+def _store_key(even, odd, pair, start, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr):
+    """Store one key at address `start`; 0: nowhere."""
+    wanted = start != 0
+    store_wide(even, 2 * pair, start, wanted & (2 * pair < WIDTH), WIDE)
+    store_wide(odd, 2 * pair + 1, start, wanted & (2 * pair + 1 < WIDTH), WIDE)
+    store_zeros(start + WIDTH * WIDE, wanted, KEY_BYTES - WIDTH * WIDE)
+
+
+@triton.jit
+def _write_keys(
+    projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
+    SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    address = tl.load(destinations + row)
+    pair = tl.arange(0, PADDED)  # twice as many as there are
+    at_even = 2 * pair
+    at_odd = 2 * pair + 1
+    values = projected + row.to(tl.int64) * projected_stride
+    given = tl.load(values + at_even, mask=at_even < WIDTH, other=0)
+    even = given.to(tl.float32)
+    odd = tl.load(values + at_odd, mask=at_odd < WIDTH, other=0).to(tl.float32)
+    mean = (tl.sum(even) + tl.sum(odd)) / WIDTH
+    even = tl.where(at_even < WIDTH, even - mean, 0.0)
+    odd = tl.where(at_odd < WIDTH, odd - mean, 0.0)
+    scale = tl.rsqrt((tl.sum(even * even) + tl.sum(odd * odd)) / WIDTH + eps)
+    even = even * scale * tl.load(weight + at_even, mask=at_even < WIDTH, other=0).to(tl.float32)
+    odd = odd * scale * tl.load(weight + at_odd, mask=at_odd < WIDTH, other=0).to(tl.float32)
+    even = (even + tl.load(bias + at_even, mask=at_even < WIDTH, other=0).to(tl.float32)).to(given.dtype)
+    odd = (odd + tl.load(bias + at_odd, mask=at_odd < WIDTH, other=0).to(tl.float32)).to(given.dtype)
+    c, s = _table_row(cos, sin, row, table_stride, pair, pair < PAIRS)
+    first, second = turned(even, odd, c, s)
+    even = tl.where(pair < PAIRS, first, even).to(tl.float32)
+    odd = tl.where(pair < PAIRS, second, odd).to(tl.float32)
+    if SKIP_FIRST:
+        present = tl.load(positions + row) > 0
+        even = tl.where(present, even, 0.0)
+        odd = tl.where(present, odd, 0.0)
+    _store_key(even, odd, pair, tl.where(address != 0, address + offset_bytes, 0), WIDE, WIDTH, KEY_BYTES)
+    _store_key(even, odd, pair, tl.load(pages + row), WIDE, WIDTH, KEY_BYTES)
+
+
+def _dense(values: Tensor) -> Tensor:
+    return values if values.stride(-1) == 1 else values.contiguous()
+
+
+def write_rows(
+    projected: Tensor, weight: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor, offset_bytes: int,
+    layout: RowLayout, positions: Tensor | None,
+) -> None:  # fmt: skip
+    """See the package page. One launch; capturable."""
+    rows, projected = projected.shape[0], _dense(projected)
+    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    if rows:
+        _write_rows[(rows,)](
+            projected, weight.contiguous(), cos, sin, destinations, destinations if positions is None else positions,
+            projected.stride(0), cos.stride(0), offset_bytes, eps, positions is not None, **row_shape(layout), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def write_keys(
+    projected: Tensor, weight: Tensor, bias: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor,
+    offset_bytes: int, pages: Tensor, layout: KeyLayout, positions: Tensor | None,
+) -> None:  # fmt: skip
+    """See the package page. One launch; capturable."""
+    rows, projected = projected.shape[0], _dense(projected)
+    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    if rows:
+        _write_keys[(rows,)](
+            projected, weight.contiguous(), bias.contiguous(), cos, sin, destinations, pages,
+            destinations if positions is None else positions, projected.stride(0), cos.stride(0), offset_bytes, eps,
+            positions is not None, cos.shape[1], **key_shape(layout), num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+_AT = dict.fromkeys(("destinations", "positions"), "*i64") | dict.fromkeys(("projected_stride", "table_stride", "offset_bytes"), "i32")
+_HALF = dict.fromkeys(("projected", "weight", "cos", "sin"), "*bf16") | _AT | {"eps": "fp32", "SKIP_FIRST": False}
+_FULL = dict.fromkeys(("projected", "weight", "cos", "sin"), "*fp32") | _AT | {"eps": "fp32", "SKIP_FIRST": True}
+_KEY = {"pages": "*i64", "PAIRS": 32, "num_warps": 1}
+_GLM, _TINY = RowLayout("q8g64", 512, 64), RowLayout("f32", 32, 8)
+COMPILE = [
+    (_write_rows, _HALF | row_shape(_GLM)),
+    (_write_rows, _HALF | row_shape(_GLM) | {"SKIP_FIRST": True}),
+    (_write_rows, _FULL | row_shape(_GLM)),
+    (_write_rows, _HALF | row_shape(RowLayout("bf16", 512, 64))),
+    (_write_rows, _FULL | row_shape(_TINY)),
+    (_write_rows, _HALF | row_shape(RowLayout("q8g64", 24, 8))),
+    (_write_keys, _HALF | _KEY | {"bias": "*bf16"} | key_shape(KeyLayout("bf16", 128))),
+    (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("bf16", 128))),
+    (_write_keys, _FULL | _KEY | {"bias": "*fp32", "PAIRS": 4} | key_shape(KeyLayout("f32", 16))),
+]

@@ -1,0 +1,185 @@
+"""New rows and keys: the bytes of norm, rotation and packing one after another, stored where they belong and nowhere else."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.layout import KeyLayout, RowLayout
+from kernels.norm import layer_norm, rms_norm
+from kernels.place import NoKernel
+from kernels.quantize import pack_keys, pack_rows, unpack_keys, unpack_rows
+from kernels.rope import rope_frequencies, rope_table, rotate
+from kernels.row_write import write_keys, write_rows
+
+GLM = RowLayout("q8g64", 512, 64)
+LAYOUTS = [GLM, RowLayout("q8g64", 77, 6), RowLayout("q8g64", 24, 8), RowLayout("bf16", 24, 8), RowLayout("f32", 33, 6)]
+KEYS = [KeyLayout("bf16", 128), KeyLayout("f32", 33), KeyLayout("bf16", 8)]
+POSITIONS = torch.tensor([0, 1, 63, 50_023, 1_048_575])
+UNTOUCHED = 0xA5
+
+
+def signs(rows: int, width: int, seed: int) -> Tensor:
+    """Rows of ones and minus ones: their root mean square is exactly 1, so that a norm leaves no room for rounding."""
+    return torch.randint(0, 2, (rows, width), generator=torch.Generator().manual_seed(seed)) * 2.0 - 1.0
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table_of(positions: Tensor, rope: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return rope_table(positions, rope_frequencies(8e6, rope), dtype)
+
+
+class Shelf:
+    """Places for items, every byte marked; items go to the places of `order`, -1: nowhere."""
+
+    def __init__(self, item_bytes: int, order: list[int], places: int = 12, device: str = "cpu") -> None:
+        self.stored = torch.full((places, item_bytes), UNTOUCHED, dtype=torch.uint8, device=device)
+        self._order = order
+        place = torch.tensor(order)
+        self.destinations = torch.where(place >= 0, self.stored.data_ptr() + place * item_bytes, 0).to(device)
+
+    def holds(self, packed: Tensor, shifted: int = 0) -> bool:
+        """Whether exactly `packed` is stored, `shifted` places behind the destinations, and nothing else."""
+        wanted = torch.full_like(self.stored, UNTOUCHED, device="cpu")
+        for place, item in zip(self._order, packed, strict=True):
+            if place >= 0:
+                wanted[place + shifted] = item
+        return torch.equal(self.stored.cpu(), wanted)
+
+
+ORDER = [4, 0, -1, 8, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("skipping", [False, True])
+def test_rows_are_normed_rotated_packed_and_stored(layout: RowLayout, skipping: bool) -> None:
+    """Latents of exact norm: every byte is that of the weight times the sign, of the rotated key, or untouched; row 0 can be left out."""
+    latent, rope = signs(5, layout.latent, seed=1), drawn(5, layout.rope, seed=2)
+    weight = drawn(layout.latent, seed=3)
+    table = table_of(POSITIONS, layout.rope)
+    wanted = pack_rows(latent * weight, rotate(rope, *table), layout)
+    if skipping:
+        wanted[0] = 0
+    shelf = Shelf(layout.row_bytes, ORDER)
+    projected = torch.cat((torch.ones(5, 3), latent, rope), 1)[:, 3:]  # rows lie further apart than they are wide
+    positions = POSITIONS if skipping else None
+    write_rows(projected, weight, 0.0, table, shelf.destinations, 3 * layout.row_bytes, layout, positions)
+    assert shelf.holds(wanted, shifted=3)
+
+
+@pytest.mark.parametrize("layout", KEYS)
+@pytest.mark.parametrize("skipping", [False, True])
+def test_keys_are_normed_rotated_packed_and_stored_twice(layout: KeyLayout, skipping: bool) -> None:
+    """Keys near float64's norm and rotation of the first values alone; block and page get the same bytes, and nothing beside them."""
+    source, weight, bias = drawn(5, layout.width, seed=1) * 3 + 1, drawn(layout.width, seed=2), drawn(layout.width, seed=3)
+    table = table_of(POSITIONS, 6)
+    exact = (source - source.double().mean(-1, keepdim=True)) / source.double().std(-1, keepdim=True, unbiased=False) * weight + bias
+    exact[:, :6] = rotate(exact[:, :6].clone(), table[0].double(), table[1].double())
+    block, page = Shelf(layout.key_bytes, ORDER), Shelf(layout.key_bytes, [1, -1, 0, 9, 3])
+    positions = POSITIONS if skipping else None
+    write_keys(source, weight, bias, 0.0, table, block.destinations, 2 * layout.key_bytes, page.destinations, layout, positions)
+    kept = torch.zeros((5, layout.key_bytes), dtype=torch.uint8)
+    for key, place in enumerate([1, -1, 0, 9, 3]):
+        kept[key] = page.stored[place] if place >= 0 else block.stored[ORDER[key] + 2]
+    assert block.holds(kept, shifted=2)
+    assert page.holds(kept)
+    if skipping:
+        assert not bool(kept[0].any())
+        exact[0] = 0
+    close = 1e-5 if layout.encoding == "f32" else 2**-8
+    assert bool(((unpack_keys(kept, layout) - exact).abs() <= close * exact.abs() + 1e-5).all())
+    assert not bool(kept[:, layout.width * (4 if layout.encoding == "f32" else 2) :].any())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_broken_row_stays_visible_but_for_one_left_out(value: float) -> None:
+    """A value that is not finite spoils its own row, key and no other; at position 0 it is not kept."""
+    weight, table = torch.ones(77), table_of(torch.tensor([0, 5, 9]), 6)
+    projected = torch.ones(3, 83)
+    projected[:2, 80], projected[:2, 7] = value, value
+    shelf, layout = Shelf(LAYOUTS[1].row_bytes, [0, 1, 2], 3), LAYOUTS[1]
+    write_rows(projected, weight, 1e-6, table, shelf.destinations, 0, layout, torch.tensor([0, 5, 9]))
+    latent, rope = unpack_rows(shelf.stored, layout)
+    assert latent.isfinite().all(-1).tolist() == [True, False, True]
+    assert rope.isfinite().all(-1).tolist() == [True, False, True]
+    assert not bool(shelf.stored[0].any())
+    keys, block, page = KeyLayout("f32", 83), Shelf(336, [0, 1, 2], 3), Shelf(336, [2, 1, 0], 3)
+    write_keys(
+        projected, torch.ones(83), torch.zeros(83), 1e-6, table, block.destinations, 0, page.destinations, keys, torch.tensor([0, 5, 9])
+    )
+    assert unpack_keys(block.stored, keys).isfinite().all(-1).tolist() == [True, False, True]
+    assert torch.equal(page.stored.flip(0), block.stored)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_the_operations_one_after_another(dtype: torch.dtype) -> None:
+    """Norm, rotation and packing called apart give the same bytes, at the model's widths and in its dtype."""
+    projected, weight, table = drawn(5, 576, seed=1).to(dtype), drawn(512, seed=2).to(dtype), table_of(POSITIONS, 64, dtype)
+    shelf = Shelf(GLM.row_bytes, [0, 1, 2, 3, 4], 5)
+    write_rows(projected, weight, 1e-6, table, shelf.destinations, 0, GLM)
+    assert shelf.holds(pack_rows(rms_norm(projected[:, :512], weight, 1e-6), rotate(projected[:, 512:], *table), GLM))
+    source, scale, bias = (part.to(dtype) for part in (drawn(5, 128, seed=3), drawn(128, seed=4), drawn(128, seed=5)))
+    block, page = Shelf(256, [0, 1, 2, 3, 4], 5), Shelf(256, [4, 3, 2, 1, 0], 5)
+    write_keys(source, scale, bias, 1e-6, table, block.destinations, 0, page.destinations, KEYS[0])
+    normed = layer_norm(source, scale, bias, 1e-6)
+    packed = pack_keys(torch.cat((rotate(normed[:, :64], *table), normed[:, 64:]), 1), KEYS[0])
+    assert block.holds(packed)
+    assert page.holds(packed)
+
+
+def test_no_rows_is_fine() -> None:
+    """Nothing projected, nothing stored."""
+    none, table = torch.zeros(0, dtype=torch.int64), table_of(torch.zeros(0, dtype=torch.int64), 64)
+    write_rows(torch.zeros(0, 576), torch.ones(512), 1e-6, table, none, 0, GLM, none)
+    write_keys(torch.zeros(0, 128), torch.ones(128), torch.ones(128), 1e-6, table, none, 0, none, KEYS[0], none)
+
+
+def test_a_device_without_a_kernel_is_refused() -> None:
+    """A tensor that is in no memory raises NoKernel naming operation and device."""
+    table = tuple(part.to("meta") for part in table_of(POSITIONS, 64))
+    with pytest.raises(NoKernel, match="write_rows has no kernel for device meta"):
+        write_rows(torch.zeros(5, 576, device="meta"), torch.ones(512), 1e-6, table, POSITIONS, 0, GLM)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("layout", "key"), [(GLM, KEYS[0]), (RowLayout("bf16", 512, 64), KEYS[0]), (RowLayout("f32", 32, 8), KeyLayout("f32", 16))]
+)
+@pytest.mark.parametrize("skipping", [False, True])
+def test_a_card_stores_the_same_rows(dtype: torch.dtype, layout: RowLayout, key: KeyLayout, skipping: bool) -> None:
+    """Latents of exact norm give the CPU's bytes, drawn keys its values to a rounding; a row has the same bytes alone and among 64."""
+    rows, rope = 65, layout.rope
+    places, positions = list(range(rows)), torch.arange(rows) * 16_131
+    table = table_of(positions, rope, dtype)
+    projected = torch.cat((signs(rows, layout.latent, seed=1), drawn(rows, rope, seed=2)), 1).to(dtype)
+    weight = drawn(layout.latent, seed=3).to(dtype)
+    source, scale, bias = (part.to(dtype) for part in (drawn(rows, key.width, seed=4), drawn(key.width, seed=5), drawn(key.width, seed=6)))
+    stored = []
+    for device, counts in (("cpu", [rows]), ("cuda", [rows]), ("cuda", [1] * rows)):
+        shelf = Shelf(layout.row_bytes, places, rows + 1, device)
+        blocks, pages = Shelf(key.key_bytes, places, rows + 1, device), Shelf(key.key_bytes, places, rows + 1, device)
+        first = 0
+        for count in counts:
+            part = slice(first, first + count)
+            told = (positions[part].to(device)) if skipping else None
+            turning = (table[0][part].to(device), table[1][part].to(device))
+            write_rows(
+                projected[part].to(device), weight.to(device), 0.0, turning, shelf.destinations[part], layout.row_bytes, layout, told
+            )
+            write_keys(
+                source[part].to(device), scale.to(device), bias.to(device), 1e-6, turning, blocks.destinations[part], 0,
+                pages.destinations[part], key, told,
+            )  # fmt: skip
+            first += count
+        stored.append([part.stored.cpu() for part in (shelf, blocks, pages)])
+    assert torch.equal(stored[1][0], stored[0][0])
+    assert torch.equal(stored[1][1], stored[1][2])
+    for together, alone in zip(stored[1], stored[2], strict=True):
+        assert torch.equal(together, alone)
+    got, wanted = (unpack_keys(kept[1][:rows], key) for kept in (stored[1], stored[0]))
+    assert bool(((got - wanted).abs() <= (1e-5 if dtype == torch.float32 and key.encoding == "f32" else 2**-6) * (wanted.abs() + 1)).all())
