@@ -48,6 +48,9 @@ async def each_await_of_a_client(scene: Scene) -> None:
             talking = asyncio.ensure_future(beside.talk())
             client = await Client.make(scene, engine, script)
             await cut_off(client.talk(), cut)
+            if cut.twice:
+                await client.still()  # it did not wait for its request to end, so the session may not be what it will be
+            assert client.session_id is None or client.session.idle, "a client was cut off, and its request goes on without it"
             await client.talk()
             await client.leave()
             await talking
