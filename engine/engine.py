@@ -20,6 +20,8 @@ from typing import Any
 
 import structlog
 
+from engine.archive.identity import identity_of
+from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
 from engine.device import device_of, streams_of
@@ -90,16 +92,22 @@ class Engine:
         self.default_sampling = sampling
         self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth)
         self._sessions: dict[SessionId, Session] = {}
+        identify = functools.partial(
+            identity_of, stage, model=name, tokenizer=tokenizer.hash(), template=template.hash(), context_max=context_max
+        )
+        self._archives = Archives(stage, self._sessions, config.sessions_max, identify, self._loop.wake)
         self._ready = False
 
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None, backend: Backend | None = None
-    ) -> AsyncIterator["Engine"]:
+        cls, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None, backend: Backend | None = None,
+        weights: Model | None = None,
+    ) -> AsyncIterator["Engine"]:  # fmt: skip
         """Load a model directory, or a named configuration with random weights, and run its step loop for the length of the block.
 
         Args: progress: called from a worker thread with (tensors read, tensors in all). backend: streams to use; default: the device's.
+            weights: those of `model`, loaded before with the same settings; they stay the caller's.
         Raises: BadModel, BadSetting, NotAdmitted: one line each.
         """
         if not __debug__:
@@ -111,13 +119,13 @@ class Engine:
             load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
             device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
         )  # fmt: skip
-        weights: Model = await asyncio.to_thread(load)
+        held: Model = weights or await asyncio.to_thread(load)
         tape = None if backend is not None or not config.tape else _open_tape(config.tape)
         owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder)
         streams = backend or owned
         assert streams is not None
-        context_max = min(config.context_max or weights.config.context_max, weights.config.context_max)
-        stage = await _open_stage(weights, config, streams, context_max)
+        context_max = min(config.context_max or held.config.context_max, held.config.context_max)
+        stage = await _open_stage(held, config, streams, context_max)
         engine = cls(
             config, stage, name=_name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
@@ -185,9 +193,28 @@ class Engine:
             for request in running:
                 self._loop.abort(request)
             await running[0].ended.wait()
+        await self._archives.left(session)
         self._loop.drop_memory(session)
         if session.phase is not Phase.CLOSED:
             session.move(Phase.CLOSED)
+
+    async def export_session(self, session_id: SessionId, directory: str | Path, progress: TransferProgress | None = None) -> Exported:
+        """Write a session that is between two turns to a directory of its own, or to the one it was written to before: then what is new.
+
+        Args: progress: called on the loop with (bytes done, bytes in all).
+        Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
+        ArchiveRefused, NotAdmitted: the directory is somebody else's. Cancel: the archive is what it was.
+        """
+        return await self._archives.export(self._session(session_id), Path(directory), progress)
+
+    async def import_session(self, directory: str | Path, progress: TransferProgress | None = None) -> SessionId:
+        """Make an exported session one of this engine's, under its old id where that is free.
+
+        Raises: ArchiveRefused: damaged, or of another model or format; NotAdmitted: it does not fit; ArchiveFailed. Nothing of it is held
+        then, nor after a cancellation.
+        """
+        self._loop.check_open()
+        return await self._archives.take(Path(directory), progress)
 
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
@@ -247,6 +274,7 @@ class Engine:
         self._loop.close()
         self._abort_all()
         await self._loop.wait_idle()
+        await self._archives.close()
         for session_id in list(self._sessions):
             await self.close_session(session_id)
 

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from engine.bench.arm import Arm, Load, Watch, forget_engines, measure, seeded_prompt, watched_engine
+from engine.bench.arm import Arm, Kept, Load, Watch, forget_engines, measure, seeded_prompt, watched_engine
 from engine.bench.decode import check_placements, first_difference
 from engine.config import EngineConfig
 from engine.device import device_of
@@ -86,20 +86,20 @@ def _ratio(over: list[float], under: list[float]) -> float | None:
 
 async def run_appends(plan: AppendPlan, watch: Watch) -> Appends:
     """Run the arms, one after another. Raises ForebayError."""
-    arms = []
+    kept, arms = Kept(), []
     for name in plan.placements:
         config = dataclasses.replace(plan.engine, placement=name)  # type: ignore[arg-type]  # checked by the plan
         try:
-            arms.append(await _arm(plan, config, watch))
+            arms.append(await _arm(plan, config, watch, kept))
         finally:
             await forget_engines(config)
     return Appends(tuple(arms), device_of(plan.engine))
 
 
-async def _arm(plan: AppendPlan, config: EngineConfig, watch: Watch) -> Arm:
+async def _arm(plan: AppendPlan, config: EngineConfig, watch: Watch, kept: Kept) -> Arm:
     """An engine of its own; every answer's ids count, only the last one's times."""
     ids: list[int] = []
-    async with watched_engine(plan.load, config, lambda done, total: watch(f"{config.placement}: loading", done, total)) as (engine, probe):
+    async with watched_engine(plan.load, config, watch, kept) as (engine, probe):
         for _ in range(plan.rehearsals + 1):
             arm = await _append(plan, engine, watch) if plan.history_tokens else await _measured(plan, engine, watch)
             ids.extend(arm.token_ids)

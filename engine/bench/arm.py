@@ -5,10 +5,11 @@ measured ones are timed. Judges nothing.
 
 1. Arms of one comparison differ in the settings that the caller changes and in nothing else: same ids, same history, same lengths.
 2. A step's time is between two tokens as a reader on the engine's loop gets them; one token a step.
-3. The engine is gone, and its device memory given back, when the arm is returned.
+3. The engine is gone, and its device memory given back, when the arm is returned; weights stay where the caller keeps them.
 """
 
 import asyncio
+import functools
 import gc
 import hashlib
 import json
@@ -29,11 +30,12 @@ from engine.device import device_of, streams_of
 from engine.engine import Engine
 from engine.errors import BadSetting, ForebayError
 from engine.generation import Generation
+from engine.model.glm import Model
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.sampling import Sampling
 from streams import Backend
 
-__all__ = ["Arm", "Load", "Watch", "forget_engines", "run_arm", "seeded_prompt", "watched_engine"]
+__all__ = ["Arm", "Kept", "Load", "Watch", "forget_engines", "run_arm", "seeded_prompt", "watched_engine"]
 
 _SEED = 20_240_101
 _IDS = 1_000  # ids below this are in every real vocabulary; a smaller one gives all it has
@@ -106,6 +108,13 @@ class Arm:
 
 
 @dataclass(slots=True)
+class Kept:
+    """Weights that arms of one comparison share: reading or drawing tens of gigabytes anew would measure nothing."""
+
+    model: Model | None = None
+
+
+@dataclass(slots=True)
 class _Taken:
     """Tokens as they came."""
 
@@ -127,8 +136,11 @@ def seeded_prompt(vocabulary: int, tokens: int, seed: int = _SEED) -> tuple[int,
 
 
 @asynccontextmanager
-async def watched_engine(load: Load, config: EngineConfig, progress: Progress) -> AsyncIterator[tuple[Engine, Probe | None]]:
+async def watched_engine(
+    load: Load, config: EngineConfig, watch: Watch, kept: Kept | None = None
+) -> AsyncIterator[tuple[Engine, Probe | None]]:  # fmt: skip
     """An engine for the length of the block, on streams that a probe observes unless the load has no probe tokens."""
+    kept, progress = kept or Kept(), functools.partial(watch, f"{config.placement}: loading")
     device = device_of(config)
     probe: Probe | None = None
     backend: Backend | None = None
@@ -136,17 +148,18 @@ async def watched_engine(load: Load, config: EngineConfig, progress: Progress) -
         probe = Probe(counts_rounds=device.type != "cpu")
         backend = streams_of(device, probe)
     try:
-        async with Engine.open(load.model, config, progress=progress, backend=backend) as engine:
+        async with Engine.open(load.model, config, progress=progress, backend=backend, weights=kept.model) as engine:
+            kept.model = engine.stage.model
             yield engine, probe
     finally:
         if backend is not None:
             await backend.close()
 
 
-async def run_arm(load: Load, config: EngineConfig, watch: Watch) -> Arm:
-    """One generation. Raises ForebayError, as opening an engine and generating do."""
+async def run_arm(load: Load, config: EngineConfig, watch: Watch, kept: Kept | None = None) -> Arm:
+    """One generation. Raises ForebayError, as opening an engine and generating do. `kept`: weights of the arms before, if any."""
     try:
-        return await _run_alone(load, config, watch)
+        return await _run_alone(load, config, watch, kept)
     finally:
         await forget_engines(config)
 
@@ -159,9 +172,8 @@ async def forget_engines(config: EngineConfig) -> None:
         torch.cuda.empty_cache()
 
 
-async def _run_alone(load: Load, config: EngineConfig, watch: Watch) -> Arm:
-    placement = config.placement
-    async with watched_engine(load, config, lambda done, total: watch(f"{placement}: loading", done, total)) as (engine, probe):
+async def _run_alone(load: Load, config: EngineConfig, watch: Watch, kept: Kept | None) -> Arm:
+    async with watched_engine(load, config, watch, kept) as (engine, probe):
         prompt = seeded_prompt(engine.stage.model.config.vocabulary, load.prompt_tokens)
         return await measure(engine, load, prompt, probe, watch)
 

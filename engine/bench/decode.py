@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from engine.bench.arm import Arm, Load, Watch, run_arm
+from engine.bench.arm import Arm, Kept, Load, Watch, run_arm
 from engine.bench.floor import copy_bandwidth
 from engine.bench.host import percentile
 from engine.config import EngineConfig
@@ -84,7 +84,10 @@ def check_placements(placements: Sequence[str]) -> None:
 
 async def compare(plan: DecodePlan, watch: Watch) -> Comparison:
     """Run the arms, one after another. Raises ForebayError."""
-    arms = [await run_arm(plan.load, dataclasses.replace(plan.engine, placement=name), watch) for name in plan.placements]  # type: ignore[arg-type]  # checked by the plan
+    kept, arms = Kept(), []
+    for name in plan.placements:
+        config = dataclasses.replace(plan.engine, placement=name)  # type: ignore[arg-type]  # checked by the plan
+        arms.append(await run_arm(plan.load, config, watch, kept))
     device = device_of(plan.engine)
     return Comparison(tuple(arms), copy_bandwidth(device), device)
 
@@ -119,12 +122,14 @@ def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
         return fields
     fields |= {"step_over_floor": found.over_floor(arm), "step_over_resident": found.over_resident(arm)}
     fields["idle_share"] = None if arm.window is None else arm.window.idle_share
+    fields["between_steps_share"] = None if arm.window is None else arm.window.between_steps
     if found.absolute:
         micro = [1e6 * step for step in arm.steps_s]
         fields |= {
             "tokens_per_second": arm.tokens_per_second, "first_token_s": arm.first_token_s, "floor_us": 1e6 * found.floor_s(arm),
             "step_us": {"mean": statistics.fmean(micro), "p50": percentile(micro, 50), "p90": percentile(micro, 90), "max": max(micro)},
             "loop_thread_us": 1e6 * arm.loop_cpu_s / len(arm.steps_s), "loop_work_us": _loop_work_us(arm),
+            "between_steps_us": percentile(arm.window.gaps_us, 50) if arm.window is not None and arm.window.gaps_us else None,
         }  # fmt: skip
     return fields
 
@@ -163,7 +168,7 @@ def table(found: Comparison) -> Table:
     titles = ["arm", "rows", "misses", "output"]
     if found.equal:
         titles += ["step us p50", "p90", "mean", "tok/s", "floor us"] if found.absolute else []
-        titles += ["step/floor", "step/resident", "device idle"]
+        titles += ["step/floor", "step/resident", "device idle", "between steps"]
         titles += ["loop us"] if found.absolute else []
     for title in titles:
         drawn.add_column(title, justify="left" if title in ("arm", "output") else "right", overflow="fold")
@@ -184,6 +189,7 @@ def _speed_cells(found: Comparison, arm: Arm) -> list[str]:
         cells += [f"{fields['tokens_per_second']:.2f}", f"{fields['floor_us']:.1f}"]
     resident = fields["step_over_resident"]
     cells += [f"{fields['step_over_floor']:.3f}", "-" if resident is None else f"{resident:.4f}", _share(fields["idle_share"])]
+    cells.append(_share(fields["between_steps_share"]))
     if found.absolute:
         work = fields["loop_work_us"]
         cells.append("-" if work is None else f"{work:.0f}")

@@ -7,7 +7,9 @@
    work. Gaps between kernels of one operation are not seen.
 2. The device backend asks its markers from the loop without rest, so a thread's processor time says nothing. What the loop itself does is
    taken from its rounds: one that only asks takes a few microseconds, always the same; what a longer round takes beyond that is work.
-3. Off, it costs a call an event and nothing a round.
+3. Between steps the device's own clock is asked: an event is recorded in front of every replayed step and behind it. What lies between the
+   end of one and the begin of the next is the read-back of its tokens, and whatever time the host was late.
+4. Off, it costs a call an event and nothing a round.
 """
 
 import asyncio
@@ -15,13 +17,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from streams import Event
+import torch
 
-__all__ = ["Probe", "Window", "busy_ns", "work_ns"]
+from streams import Event
+from streams.queued import Operation
+
+__all__ = ["Probe", "Window", "busy_ns", "step_times", "work_ns"]
 
 _ROUNDS_MAX = 4_000_000
+_STEP, _BEHIND = "step", "step.read"  # a replayed step, and what is submitted right behind it
 _LONG = 2.0  # a round this many times the median did something
 
 
@@ -33,11 +40,19 @@ class Window:
     device_busy_ns: int  # within the window
     loop_work_ns: int  # the loop's rounds beyond asking; 0 where rounds were not counted
     rounds: int
+    steps_us: tuple[float, ...] = ()  # of replayed steps, by the device's clock
+    gaps_us: tuple[float, ...] = ()  # from the end of one to the begin of the next
 
     @property
     def idle_share(self) -> float:
         """Share of the window in which no operation was under way."""
         return 1.0 - self.device_busy_ns / self.window_ns
+
+    @property
+    def between_steps(self) -> float | None:
+        """Share of the device's time between replayed steps; None where none was seen."""
+        steps, gaps = sum(self.steps_us), sum(self.gaps_us)
+        return gaps / (steps + gaps) if self.gaps_us else None
 
 
 @dataclass(slots=True)
@@ -53,10 +68,11 @@ class Probe:
     _started: int = -1
     _spans: list[tuple[int, int]] = field(default_factory=list)
     _rounds: list[int] = field(default_factory=list)
+    _marks: list[tuple[str, Any]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Watch from now on."""
-        self._spans, self._rounds, self._on, self._began_ns = [], [], True, time.perf_counter_ns()
+        self._spans, self._rounds, self._marks, self._on, self._began_ns = [], [], [], True, time.perf_counter_ns()
         if self.counts_rounds:
             self._tick()
 
@@ -65,8 +81,11 @@ class Probe:
         self._on = False
         # What is still under way is seen only when it ends: the window ends where the last thing did that was seen.
         ended = max((end for _, end in self._spans), default=time.perf_counter_ns())
-        gaps = [after - before for before, after in zip(self._rounds, self._rounds[1:], strict=False)]
-        return Window(ended - self._began_ns, busy_ns(self._spans, self._began_ns, ended), work_ns(gaps), len(gaps))
+        gaps = [after - before for before, after in pairwise(self._rounds)]
+        if self._marks:
+            self._marks[-1][1].synchronize()
+        steps, between = step_times(self._marks)
+        return Window(ended - self._began_ns, busy_ns(self._spans, self._began_ns, ended), work_ns(gaps), len(gaps), steps, between)
 
     def _tick(self) -> None:
         """Once a round of the loop."""
@@ -77,7 +96,13 @@ class Probe:
     def submitted(
         self, event: Event[Any], after: Sequence[Event[Any]], waits: Sequence[Event[Any]], payload_bytes: int, at_ns: int
     ) -> None:
-        """See `Observer.submitted`."""
+        """See `Observer.submitted`; told before the work is launched, so what is recorded here lies in front of it."""
+        if self._on and event.label in (_STEP, _BEHIND) and isinstance(event, Operation):
+            stream = getattr(event.queue, "stream", None)  # a device's
+            if stream is not None:
+                mark = torch.cuda.Event(enable_timing=True)
+                mark.record(stream)
+                self._marks.append((event.label, mark))
 
     def started(self, event: Event[Any], at_ns: int) -> None:
         """See `Observer.started`."""
@@ -91,6 +116,17 @@ class Probe:
 
     def awaited(self, event: Event[Any], ended: bool, at_ns: int) -> None:
         """See `Observer.awaited`."""
+
+
+def step_times(marks: Sequence[tuple[str, Any]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Microseconds of steps, and between them, of (label, device event) in the order of one stream."""
+    steps, gaps = [], []
+    for (label, mark), (following, later) in pairwise(marks):
+        if (label, following) == (_STEP, _BEHIND):
+            steps.append(1e3 * float(mark.elapsed_time(later)))
+        elif (label, following) == (_BEHIND, _STEP):
+            gaps.append(1e3 * float(mark.elapsed_time(later)))
+    return tuple(steps), tuple(gaps)
 
 
 def busy_ns(spans: Sequence[tuple[int, int]], first_ns: int, last_ns: int) -> int:

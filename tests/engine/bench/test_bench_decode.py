@@ -11,10 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from engine import engine as engine_module
 from engine.bench.arm import Load, run_arm
 from engine.bench.decode import Comparison, DecodePlan, added_us, as_json, compare, first_difference, table
 from engine.bench.floor import copy_bandwidth, step_bytes
-from engine.bench.probe import busy_ns, work_ns
+from engine.bench.probe import Window, busy_ns, step_times, work_ns
+from engine.engine import Engine
 from engine.errors import BadRequest, BadSetting, ForebayError
 from engine.model.bytes import step_weights
 from engine.model.glm import Model, load_model
@@ -80,6 +82,27 @@ def test_work_is_what_long_rounds_take_beyond_the_usual() -> None:
     assert work_ns([]) == 0
 
 
+class _Time:
+    """Stands for a device's event: milliseconds on its clock."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def elapsed_time(self, later: "_Time") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_time_between_steps_is_from_an_end_to_a_begin() -> None:
+    """Steps and gaps are told apart by what follows what; a step without its read-back, or the other way round, counts for nothing."""
+    marks = [("step.read", 1.0), ("step", 2.0), ("step.read", 6.0), ("step", 6.5), ("step", 7.0), ("step.read", 11.0)]
+    steps, gaps = step_times([(label, _Time(at)) for label, at in marks])
+    assert steps == pytest.approx((4000, 4000))
+    assert gaps == pytest.approx((1000, 500))
+    window = Window(1, 1, 0, 0, steps, gaps)
+    assert window.between_steps == pytest.approx(1500 / 9500)
+    assert Window(1, 1, 0, 0).between_steps is None
+
+
 @pytest.mark.parametrize("history", [None, SyntheticHistory(3, 200)])
 async def test_both_placements_are_compared(model: Path, history: SyntheticHistory | None) -> None:
     """Real engines give equal outputs, the asked number of timed steps, counts of the timed part, and a floor at its middle."""
@@ -100,6 +123,23 @@ async def test_both_placements_are_compared(model: Path, history: SyntheticHisto
     # Each round reads eight picks, three rounds a step; a step may be under way when the counts are taken.
     assert (offload.hits + offload.misses + offload.ring_reads) % 8 == 0
     assert offload.hits + offload.misses + offload.ring_reads >= 6 * 24
+
+
+async def test_arms_share_their_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison reads its weights once, whatever the number of its arms; each arm has an engine of its own."""
+    loads, opened = [], []
+    real = engine_module.load_model
+    monkeypatch.setattr(engine_module, "load_model", lambda *given, **named: (loads.append(1), real(*given, **named))[1])
+    first = Engine.__init__
+
+    def counted(self: Engine, *given: Any, **named: Any) -> None:
+        opened.append(1)
+        first(self, *given, **named)
+
+    monkeypatch.setattr(Engine, "__init__", counted)
+    found = await compare(DecodePlan(load(model), small(), ("resident", "offload", "resident")), quiet)
+    assert found.equal
+    assert (len(loads), len(opened)) == (1, 3)
 
 
 async def test_an_arm_leaves_no_weights(model: Path) -> None:
