@@ -119,7 +119,7 @@ class Engine:
             load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
             device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
         )  # fmt: skip
-        held: Model = weights or await asyncio.to_thread(load)
+        held = await asyncio.to_thread(load) if weights is None else weights
         tape = None if backend is not None or not config.tape else _open_tape(config.tape)
         owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder)
         streams = backend or owned
