@@ -120,13 +120,13 @@ def _end_cut(lines: Lines) -> str:
 
 
 def _failed(lines: Lines) -> str:
-    lines[place_of(lines, "complete", "layer.1.write", 1)] |= {"error": "RuntimeError", "message": "made up"}
-    return "layer.1.write"
+    lines[place_of(lines, "complete", "layer.1.query", 1)] |= {"error": "RuntimeError", "message": "made up"}
+    return "layer.1.query"
 
 
 def _repeated(lines: Lines) -> str:
-    lines.append(lines[place_of(lines, "submit", "layer.1.write", 1)])
-    return "layer.1.write"
+    lines.append(lines[place_of(lines, "submit", "layer.1.query", 1)])
+    return "layer.1.query"
 
 
 EDITS: list[Callable[[Lines], str]] = [
@@ -320,7 +320,7 @@ def test_a_tape_of_a_model_that_is_not_here(tape: Path, tmp_path: Path, capsys: 
     assert "gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["engine.loop.decide", "engine.batches.Batches.submit", "kernels.step.snapshot"])
+@pytest.mark.parametrize("place", ["engine.loop.decide", "engine.batches.Batches.submit", "kernels.round.begin_round"])
 def test_a_replay_is_sealed(tape: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An engine that asks for real time, in its loop or in a stream's work, ends the replay with one line that says who asked."""
     owner, _, name = place.rpartition(".")
