@@ -18,7 +18,7 @@ from engine.doctor.tree import Unread
 
 __all__ = ["commit", "driver", "machine"]
 
-_PACKAGES = ("forebay", "torch", "triton", "aiohttp", "uvloop")
+_PACKAGES = ("forebay", "torch", "triton", "aiohttp", "uvloop", "transformers")
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _PROBE_S = 120.0
 _HASH = re.compile(r"[0-9a-f]{40,64}")
