@@ -25,15 +25,14 @@ _SHARE = 0.85
 def _weights(s: Shapes) -> dict[str, tuple[int, int, int]]:
     """Heads, outputs and width of each weight by what it makes."""
     return {
-        "query latent": (1, s.query_latent, s.hidden),
-        "row": (1, s.latent + s.rope, s.hidden),
+        "layer input": (1, s.query_latent + s.latent + s.rope, s.hidden),
+        "full layer input": (1, s.query_latent + s.latent + s.rope + s.index_width + s.index_heads, s.hidden),
         "query": (1, s.heads * (s.nope + s.rope), s.query_latent),
         "absorbed key": (s.heads, s.latent, s.nope),
         "absorbed value": (s.heads, s.value, s.latent),
         "attention output": (1, s.hidden, s.heads * s.value),
         "index query": (1, s.index_heads * s.index_width, s.query_latent),
-        "index key": (1, s.index_width, s.hidden),
-        "index head weights": (1, s.index_heads, s.hidden),
+        "mtp join": (1, s.hidden, 2 * s.hidden),
         "logits": (1, s.vocabulary, s.hidden),
     }
 
