@@ -5,8 +5,18 @@ Messages are one line and say what to do. Exit codes: 0 done, 1 outputs differed
 """
 
 import reprlib
+from typing import Final, Literal, TypeAlias
 
-__all__ = ["BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted", "SessionBroken", "UnknownSession", "shown"]
+__all__ = [
+    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted",
+    "SessionBroken", "SessionBusy", "UnknownSession", "shown",
+]  # fmt: skip
+
+ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
+_REASONS: Final = {
+    "damaged": "damaged", "truncated": "truncated", "foreign": "of another model", "newer": "newer than this program",
+    "missing": "incomplete", "format": "in another format",
+}  # fmt: skip
 
 _SHOWN_MAX = 100
 _SHORT = reprlib.Repr()
@@ -83,3 +93,30 @@ class SessionBroken(ForebayError):
     """This session cannot go on (a failed copy, a non-finite layer output named in the message); others can."""
 
     kind = "session_broken"
+
+
+class SessionBusy(BadRequest):
+    """The session is at something that this cannot be done beside; later it can."""
+
+    status = 409
+    kind = "conflict_error"
+
+
+class ArchiveRefused(ForebayError):
+    """An archive that is not taken; nothing of it is. `reason` says why."""
+
+    exit_code = 3
+    status = 422
+    kind = "archive_refused"
+
+    def __init__(self, reason: ArchiveReason, where: str, message: str) -> None:
+        super().__init__(f"archive {shown(where)} is {_REASONS[reason]}: {message}")
+        self.reason = reason
+
+
+class ArchiveFailed(ForebayError):
+    """An archive could not be written or read: the disk is full, or the directory is not ours to write. The session lives on."""
+
+    exit_code = 4
+    status = 507
+    kind = "archive_failed"

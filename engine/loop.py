@@ -95,6 +95,10 @@ class StepLoop:
         request.aborted = True
         self._wake.set()
 
+    def wake(self) -> None:
+        """Look again at who waits: a session or memory became free."""
+        self._wake.set()
+
     def close(self) -> None:
         """Refuse new requests; `run` returns once the running ones have ended."""
         self._closing = True

@@ -32,7 +32,7 @@ class Phase(Enum):
 
 
 _MOVES: Final = {
-    Phase.NEW: {Phase.APPENDING, Phase.CLOSED, Phase.BROKEN},
+    Phase.NEW: {Phase.APPENDING, Phase.ARCHIVED, Phase.CLOSED, Phase.BROKEN},
     Phase.APPENDING: {Phase.READY, Phase.BROKEN},
     Phase.READY: {Phase.APPENDING, Phase.DECODING, Phase.EXPORTING, Phase.ARCHIVED, Phase.CLOSED, Phase.BROKEN},
     Phase.DECODING: {Phase.READY, Phase.BROKEN},

@@ -9,6 +9,7 @@ are its variables only.
 3. A directory without a template gives an absent one, which refuses to render.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, *, special_tokens: Mapping[str, str] | None = None, name: str = _TEMPLATE_FILE) -> None:
         """Args: source: Jinja text; None: absent. name: its file, for messages. Raises: BadModel: not a template."""
         self._special_tokens = dict(special_tokens or {})
+        self._hash = hashlib.sha256((source or "").encode()).hexdigest()
         self._template = None
         if source is not None:
             try:
@@ -66,6 +68,10 @@ class ChatTemplate:
     def available(self) -> bool:
         """Whether there is a template."""
         return self._template is not None
+
+    def hash(self) -> str:
+        """SHA-256 of the template's text in hexadecimal."""
+        return self._hash
 
     def render(
         self,

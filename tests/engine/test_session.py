@@ -8,7 +8,7 @@ from engine.protocol import SessionId
 from engine.session import Phase, Session
 
 ALLOWED = {
-    ("new", "appending"), ("new", "closed"), ("new", "broken"), ("appending", "ready"), ("appending", "broken"),
+    ("new", "appending"), ("new", "archived"), ("new", "closed"), ("new", "broken"), ("appending", "ready"), ("appending", "broken"),
     ("ready", "appending"), ("ready", "decoding"), ("ready", "exporting"), ("ready", "archived"), ("ready", "closed"), ("ready", "broken"),
     ("decoding", "ready"), ("decoding", "broken"), ("exporting", "ready"), ("exporting", "archived"), ("exporting", "broken"),
     ("archived", "ready"), ("archived", "closed"), ("archived", "broken"), ("broken", "closed"),

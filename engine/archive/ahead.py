@@ -1,0 +1,59 @@
+"""Blocking work beside the loop: one piece, or many with the next running while one is followed.
+
+Holds no state. Knows no files.
+
+Invariants:
+1. When either function returns or raises, cancelled or not, no thread runs its work any more: what the work touches may be let go of.
+2. Work is made and followed on the loop, in order; only the work itself runs in threads.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Final, TypeVar
+
+__all__ = ["AHEAD", "beside", "in_order"]
+
+T = TypeVar("T")
+AHEAD: Final = 2  # pieces in threads at a time: one is hashed while the other waits for the disk
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """The result of `work`, run in a thread. Cancel: waits for the thread all the same."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    await _settle([future])
+    return future.result()
+
+
+async def in_order(works: Iterable[Callable[[], T]], follow: Callable[[T], Awaitable[None]]) -> None:
+    """Run all of `works`, `AHEAD` at a time, and await `follow` of each result, in their order.
+
+    A piece is made when there is a thread for it, after the piece `AHEAD` before it was followed. The first failure ends all.
+    """
+    loop = asyncio.get_running_loop()
+    running: deque[asyncio.Future[T]] = deque()
+    try:
+        for work in works:
+            running.append(loop.run_in_executor(None, work))
+            if len(running) == AHEAD:
+                await _settle([running[0]])
+                await follow(running.popleft().result())
+        while running:
+            await _settle([running[0]])
+            await follow(running.popleft().result())
+    finally:
+        await _settle(running)
+
+
+async def _settle(futures: Collection[asyncio.Future[T]]) -> None:
+    """Wait until all are done, whoever cancels meanwhile; the cancellation comes after. Failures count as seen."""
+    cancelled = False
+    while pending := [future for future in futures if not future.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            cancelled = True
+    for future in futures:
+        future.exception()
+    if cancelled:
+        raise asyncio.CancelledError

@@ -1,0 +1,158 @@
+"""A session's bytes leave it, and enter a fresh one: what archives and moves of sessions stand on.
+
+Holds `read_out`, which makes RAM hold everything and says what is not in the blocks, and `Loading`, which fills a session block by block.
+Knows no files: whoever has the bytes puts them where `Loading.target` says, on any thread.
+
+Invariants:
+1. Nothing is read out but behind the barrier; what `read_out` said holds until something is submitted for the session.
+2. A session being loaded has no rows for anybody until `finish` returned: its counts and its state say 0 before.
+3. Restored rows are where a session of the placement has them: whole blocks in RAM and the partial tail in the ring (offload), or all in
+   device blocks (resident). Keys are in the pages in both.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
+from memory.append import blocks_of
+from memory.barrier import barrier
+from memory.copyback import Copyback, write_state
+from memory.session import SessionMemory
+from memory.staging import behind_fills, landing, pinned
+from streams import Stream
+
+__all__ = ["Image", "Loading", "read_out"]
+
+_PAGE_BLOCKS = PAGE_KEYS // BLOCK_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A session behind its barrier. Its rows and keys are in `mirror_block(b)` of its blocks."""
+
+    rows: int
+    hidden: Tensor  # f32 [HIDDEN_ROWS, hidden], CPU: the state of row p at p % HIDDEN_ROWS
+
+
+async def read_out(session: SessionMemory, copyback: Copyback) -> Image:
+    """Pass the barrier and bring to the host what no block holds.
+
+    Raises: BarrierFailed, ArenaFull: as the barrier. Cancel: as the barrier.
+    """
+    rows = await barrier(session, copyback)
+    hidden = landing(session.hidden)
+
+    def read() -> None:
+        behind_fills(session.hidden.device)
+        hidden.copy_(session.hidden, non_blocking=True)
+
+    await copyback.stream.wait_room()
+    event = copyback.stream.submit(read, label="image hidden", session=session.session_id, reads=[session.hidden], writes=[hidden])
+    session.operations.hold(event)
+    await event
+    return Image(rows, hidden)
+
+
+class Loading:
+    """A fresh session that is being filled with `rows` rows. Loop thread only; closing the session is the caller's, also after a failure.
+
+    For each stretch of blocks, in any order: fill every `target(block)`, then await `place(first, stop)`. At last await `finish`.
+    """
+
+    def __init__(self, session: SessionMemory, layout: BlockLayout, rows: int, *, tables: Stream, copies: Stream, window: int) -> None:
+        """Take the session's blocks and pages; writes no row.
+
+        Args: tables: the stream that steps begin on. copies: carries rows and keys to the device. window: blocks that may be between
+            `target` and the end of their `place`.
+        """
+        assert session.counts.logical == 0, f"{session.counts!r}: only a session without rows is loaded"
+        assert rows >= 1, f"an image of {rows} rows"
+        assert window >= 1, f"a window of {window} blocks"
+        self._session, self._layout, self._rows, self._stream = session, layout, rows, copies
+        session.ensure_rows(rows, tables)
+        self._staging: list[Tensor] = []
+        if session.ring is None:
+            pin = session.state.device.type != "cpu"
+            blocks = min(window, blocks_of(rows))
+            self._staging = [torch.empty(layout.block_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(blocks)]
+
+    def target(self, block: int) -> Tensor:
+        """uint8 [block_bytes] in RAM to be filled with the block, as far as it has rows."""
+        assert 0 <= block < blocks_of(self._rows), f"block {block} of {blocks_of(self._rows)}"
+        if self._session.ring is None:
+            return self._staging[block % len(self._staging)]
+        return self._session.mirror_block(block)
+
+    async def place(self, first: int, stop: int) -> None:
+        """Bring filled blocks [first, stop) to where steps read them, and wait for that. Cancel: the copies go on, held by the session."""
+        session = self._session
+        blocks = range(first, stop)
+        sources = [self.target(block) for block in blocks]
+        moves = [self._keys_move(block, source) for block, source in zip(blocks, sources, strict=True)]
+        for block, source in zip(blocks, sources, strict=True):
+            if (place := self._place_of(block)) is not None:
+                moves.append((place, source))
+        await self._stream.wait_room()
+        event = self._stream.submit(
+            partial(_copy_all, moves, session.state.device), label="image load", session=session.session_id,
+            reads=sources, writes=[target for target, _ in moves], payload_bytes=sum(source.numel() for _, source in moves),
+        )  # fmt: skip
+        session.operations.hold(event)
+        await event
+
+    def _place_of(self, block: int) -> Tensor | None:
+        """Where the whole block belongs on the device; None: nowhere."""
+        if self._session.ring is None or block >= self._rows // BLOCK_ROWS:
+            return self._session.device_block(block)
+        return None
+
+    def _keys_move(self, block: int, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Target in the pages and source of a block's keys, both uint8 [key layers, 64 * key_bytes]."""
+        layout = self._layout
+        page, number = divmod(block, _PAGE_BLOCKS)
+        keys = source[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)
+        # The pages of one stretch of positions lie one behind the other, so that a block's keys of all layers are one copy.
+        first = self._session.pages.view(0, page)
+        target = first.as_strided(keys.shape, (layout.key.page_bytes, 1), first.storage_offset() + number * layout.key_layer_bytes)
+        return target, keys
+
+    async def finish(self, hidden: Tensor) -> None:
+        """All blocks are placed: the session has its rows. Args: hidden: as `Image.hidden`."""
+        session, rows = self._session, self._rows
+        offload = session.ring is not None
+        assert hidden.shape == session.hidden.shape, f"hidden states {tuple(hidden.shape)} for {tuple(session.hidden.shape)}"
+        values = pinned(hidden, session.hidden.device)
+        writes: list[Callable[[], None]] = [partial(write_state, session.state, StateField.LOGICAL, rows)]
+        if offload:
+            writes.append(partial(write_state, session.state, StateField.MIRRORED, rows))
+
+        def work() -> None:
+            behind_fills(session.hidden.device)
+            session.hidden.copy_(values, non_blocking=True)
+            for write in writes:
+                write()
+
+        await self._stream.wait_room()
+        event = self._stream.submit(work, label="image finish", session=session.session_id, reads=[values], writes=[session.hidden])
+        session.operations.hold(event)
+        await event
+        await session.operations.settle()  # the tables
+        broken = session.operations.broken
+        if broken is not None:
+            raise broken
+        counts = session.counts
+        counts.advance(rows)
+        counts.commit(rows)
+        if offload:
+            counts.submit(rows)
+            counts.complete(rows, counts.epoch)
+
+
+def _copy_all(moves: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    behind_fills(device)
+    for target, source in moves:
+        target.copy_(source, non_blocking=True)
