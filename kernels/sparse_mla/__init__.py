@@ -71,7 +71,7 @@ def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, se
     assert rows.dim() == 2 or rows.shape[:2] == selection.shape, f"{tuple(selection.shape)} picks, rows {tuple(rows.shape)}"
     if on_cpu("sparse_mla_packed", query_latent):
         return reference.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)
-    if query_latent.shape[0] > BULK_ROWS and rows.dim() == 2:
+    if query_latent.shape[0] > BULK_ROWS:
         from kernels.sparse_mla import bulk
 
         return bulk.sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)

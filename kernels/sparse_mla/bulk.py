@@ -1,4 +1,4 @@
-"""Sparse MLA of many query rows over one history: a program a row and block of heads, over all of the row's picks. For appends.
+"""Sparse MLA of many query rows: a program a row and block of heads, over all of the row's picks. For appends.
 
 A softmax runs along the picks with its sum of latents in registers, so nothing is left to merge: the decode kernel's partial sums, 4 MiB a
 row at k 2,048, would be 8 GiB for 2,048 rows.
@@ -47,11 +47,18 @@ def _stored(at_latent, used, value, LATENT: tl.constexpr, ENCODING: tl.constexpr
 @triton.jit
 def _latents(at_latent, used, first, COUNT: tl.constexpr, LATENT: tl.constexpr, ENCODING: tl.constexpr, EXACT: tl.constexpr):
     """Dequantised values first .. first + COUNT - 1 of the picked rows, [picks, COUNT], as they multiply."""
-    value = first + tl.arange(0, COUNT)
-    latents = _stored(at_latent, used, value, LATENT, ENCODING)
-    if ENCODING == Q8G64:
-        scales = (at_latent + LATENT + LATENT % 2).to(HALF)[:, None] + (value // GROUP)[None, :]
-        latents = latents * tl.load(scales, mask=used[:, None] & (value < LATENT)[None, :], other=0.0).to(tl.float32)
+    if ENCODING == Q8G64:  # group by group, so that a thread loads a scale once for all its values
+        width: tl.constexpr = GROUP if COUNT > GROUP else COUNT
+        start = first + tl.arange(0, COUNT // width) * width
+        value = start[:, None] + tl.arange(0, width)[None, :]
+        mask = used[:, None, None] & (value < LATENT)[None, :, :]
+        stored = tl.load(at_latent.to(INT8)[:, None, None] + value[None, :, :], mask=mask, other=0).to(tl.float32)
+        scales = (at_latent + LATENT + LATENT % 2).to(HALF)[:, None] + (start // GROUP)[None, :]
+        scale = tl.load(scales, mask=used[:, None] & (start < LATENT)[None, :], other=0.0).to(tl.float32)
+        latents = tl.reshape(stored * scale[:, :, None], [at_latent.shape[0], COUNT])
+    else:
+        value = first + tl.arange(0, COUNT)
+        latents = _stored(at_latent, used, value, LATENT, ENCODING)
     return latents.to(tl.float32) if EXACT else latents.to(tl.bfloat16)
 
 
@@ -94,7 +101,7 @@ def _end_of(selection, row, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr):
 def _attend_row(query_latent, query_rope, latent, rope, selection, out, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, latent_bytes,
                 rope_bytes, SCALE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, HALF_BLOCK: tl.constexpr, ROPE: tl.constexpr,
                 ROPE_BLOCK: tl.constexpr, ROPE_OFFSET: tl.constexpr, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr,
-                ENCODING: tl.constexpr, EXACT: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr,
+                ENCODING: tl.constexpr, EXACT: tl.constexpr, COMPACT: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
@@ -111,8 +118,9 @@ def _attend_row(query_latent, query_rope, latent, rope, selection, out, ql_row, 
         pick = start + tl.arange(0, TILE_P)
         chosen = tl.load(selection + row * PICKS + pick, mask=pick < PICKS, other=-1).to(tl.int64)
         used = chosen >= 0
-        at_latent = latent + chosen * latent_bytes
-        at_rope = rope + chosen * rope_bytes + ROPE_OFFSET
+        at = row * PICKS + pick if COMPACT else chosen
+        at_latent = latent + at * latent_bytes
+        at_rope = rope + at * rope_bytes + ROPE_OFFSET
         logits = _logits(query_latent + row * ql_row, ql_head, ql_value, turned, head, known, at_latent, at_rope, used, LATENT, ROPE,
                          ROPE_BLOCK, ENCODING, EXACT, STAGES)  # fmt: skip
         logits = tl.where(used[None, :], logits * SCALE, float("-inf"))
@@ -146,9 +154,9 @@ def _shapes(heads: int, layout: RowLayout, picks: int, exact: bool) -> dict[str,
 
 def _launch(
     query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, layout: RowLayout, scale: float,
-    *, strides: tuple[int, int], rope_offset: int,
+    *, strides: tuple[int, int], rope_offset: int, compact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`latent` and `rope` are uint8 from whose starts rows lie `strides` bytes apart."""
+    """`latent` and `rope` are uint8 from whose starts rows lie `strides` bytes apart: a row each position, or (compact) each pick."""
     rows, heads, width = query_latent.shape
     picks = selection.shape[1]
     out = torch.empty((rows, heads, width), dtype=query_latent.dtype, device=query_latent.device)
@@ -157,7 +165,7 @@ def _launch(
     shapes = _shapes(heads, layout, picks, torch.float32 in (query_latent.dtype, query_rope.dtype) or layout.encoding == "f32")
     _attend_row[(rows, triton.cdiv(heads, shapes["TILE_H"]))](
         query_latent, query_rope, latent, rope, selection.contiguous(), out, *query_latent.stride(), *query_rope.stride(), *strides,
-        SCALE=scale, ROPE_OFFSET=rope_offset, **shapes,
+        SCALE=scale, ROPE_OFFSET=rope_offset, COMPACT=compact, **shapes,
     )  # fmt: skip
     return out
 
@@ -171,23 +179,26 @@ def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor,
 
 
 def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, selection: Tensor, layout: RowLayout, scale: float) -> Tensor:
-    """See the package page; of a history by position, [positions, row_bytes]."""
-    strides = layout.row_bytes, layout.row_bytes
-    return _launch(query_latent, query_rope, rows, rows, selection, layout, scale, strides=strides, rope_offset=layout.rope_offset)
+    """See the package page."""
+    strides, compact = (layout.row_bytes, layout.row_bytes), rows.dim() == 3
+    return _launch(
+        query_latent, query_rope, rows, rows, selection, layout, scale, strides=strides, rope_offset=layout.rope_offset, compact=compact
+    )
 
 
-def _case(encoding: str, query: str = "*bf16") -> dict[str, object]:
+def _case(encoding: str, query: str = "*bf16", compact: bool = False) -> dict[str, object]:
     layout = RowLayout(encoding, 512, 64)  # type: ignore[arg-type]  # one of the three
     return {
         "query_latent": query, "query_rope": query, "latent": "*u8", "rope": "*u8", "selection": "*i32", "out": query, "ql_row": 32768,
         "ql_head": 512, "ql_value": 1, "qr_row": 4096, "qr_head": 64, "qr_value": 1, "latent_bytes": layout.row_bytes,
-        "rope_bytes": layout.row_bytes, "SCALE": 0.0625, "ROPE_OFFSET": layout.rope_offset,
+        "rope_bytes": layout.row_bytes, "SCALE": 0.0625, "ROPE_OFFSET": layout.rope_offset, "COMPACT": compact,
         **_shapes(64, layout, 2048, query == "*fp32" or encoding == "f32"),
     }  # fmt: skip
 
 
 COMPILE = [
     (_attend_row, _case("q8g64")),
+    (_attend_row, _case("q8g64", compact=True)),
     (_attend_row, _case("bf16")),
     (_attend_row, _case("f32")),
     (_attend_row, _case("q8g64", "*fp32")),

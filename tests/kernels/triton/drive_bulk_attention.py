@@ -7,13 +7,12 @@ import torch
 from kernels.layout import RowLayout
 from kernels.place import BULK_ROWS
 from kernels.quantize.reference import pack_rows, unpack_rows
-from kernels.sparse_mla import bulk, reference, sparse_mla_indexed, sparse_mla_packed
+from kernels.sparse_mla import bulk, reference, sparse_mla_packed
 
 SCALE = 0.2
-ROWS = BULK_ROWS + 1
 
 
-def history(layout: RowLayout, picks: int, heads: int) -> tuple[torch.Tensor, ...]:
+def history(layout: RowLayout, picks: int, heads: int, query_rows: int = 10) -> tuple[torch.Tensor, ...]:
     """Queries, a packed history whose unselected rows are 0xFF (NaN in every encoding), and selections of 0, 1, .. `picks` picks.
 
     One row in three has its picks anywhere among its places; the others have them first, then -1.
@@ -21,8 +20,8 @@ def history(layout: RowLayout, picks: int, heads: int) -> tuple[torch.Tensor, ..
     torch.manual_seed(picks)
     positions = 3 * picks + 5
     packed = pack_rows(torch.randn(positions, layout.latent) * 3, torch.randn(positions, layout.rope), layout)
-    selection = torch.full((ROWS, picks), -1, dtype=torch.int32)
-    for row in range(ROWS):
+    selection = torch.full((query_rows, picks), -1, dtype=torch.int32)
+    for row in range(query_rows):
         used = (0, 1, picks, picks // 2, picks - 1)[row % 5]
         chosen = torch.randperm(positions - 1)[:used].sort().values.int() + 1  # position 0 is nobody's
         places = torch.randperm(picks)[:used].sort().values if row % 3 == 0 else torch.arange(used)
@@ -31,7 +30,7 @@ def history(layout: RowLayout, picks: int, heads: int) -> tuple[torch.Tensor, ..
     unseen[selection[selection >= 0].long()] = False
     assert bool(unseen[0])
     packed[unseen] = 255
-    return torch.randn(ROWS, heads, layout.latent), torch.randn(ROWS, heads, layout.rope), packed, selection
+    return torch.randn(query_rows, heads, layout.latent), torch.randn(query_rows, heads, layout.rope), packed, selection
 
 
 def encodings_agree() -> None:
@@ -45,10 +44,10 @@ def encodings_agree() -> None:
         layout = RowLayout(encoding, latent, rope)  # type: ignore[arg-type]
         query, query_rope, rows, selection = history(layout, picks, heads)
         wanted = reference.sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
-        got = sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
+        got = bulk.sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
         company.near(f"{picks} {encoding}", got, wanted, 3e-5)
         assert bool((got[(selection < 0).all(1)] == 0).all())
-    got = sparse_mla_indexed(query, query_rope, *unpack_rows(rows, layout), selection, SCALE)
+    got = bulk.sparse_mla_indexed(query, query_rope, *unpack_rows(rows, layout), selection, SCALE)
     company.near("unpacked", got, wanted, 3e-5)
 
 
@@ -59,21 +58,24 @@ def bf16_queries() -> None:
         query, query_rope, rows, selection = history(layout, picks, 3)
         query, query_rope = query.bfloat16(), query_rope.bfloat16()
         wanted = reference.sparse_mla_packed(query.float(), query_rope.float(), rows, selection, layout, SCALE)
-        got = sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
+        got = bulk.sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
         assert got.dtype == torch.bfloat16
         company.near(f"bf16 over {encoding}", got, wanted, 2**-6)
 
 
 def strides_and_company() -> None:
-    """Strided queries, any number of rows and any order of programs give a row the same bits."""
+    """Strided queries, rows gathered before, any number of rows and any order of programs give a row the same bits."""
     layout = RowLayout("q8g64", 24, 6)
-    query, query_rope, rows, selection = history(layout, 20, 4)
+    query, query_rope, rows, selection = history(layout, 20, 4, BULK_ROWS + 1)
     got = sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
-    apart = torch.zeros(ROWS, 4, 2 * 30)
+    apart = torch.zeros(BULK_ROWS + 1, 4, 2 * 30)
     apart[..., 1:49:2], apart[..., 49:55] = query, query_rope
     with interpreted.programs_backwards():
         strided = sparse_mla_packed(apart[..., 1:49:2], apart[..., 49:55], rows, selection, layout, SCALE)
     interpreted.same("strided", strided, got)
+    gathered = rows[selection.long().clamp_min(0)]
+    gathered[selection < 0] = 255
+    interpreted.same("gathered first", sparse_mla_packed(query, query_rope, gathered, selection, layout, SCALE), got)
     fewer = bulk.sparse_mla_packed(query[60:64], query_rope[60:64], rows, selection[60:64], layout, SCALE)
     interpreted.same("four rows", fewer, got[60:64])
 
@@ -85,7 +87,7 @@ def a_nan_row_shows() -> None:
     broken = int(selection[2, 1])
     rows[broken, layout.scales_offset : layout.rope_offset] = 255
     for dtype in (torch.float32, torch.bfloat16):
-        got = sparse_mla_packed(query.to(dtype), query_rope.to(dtype), rows, selection, layout, SCALE)
+        got = bulk.sparse_mla_packed(query.to(dtype), query_rope.to(dtype), rows, selection, layout, SCALE)
         chose = (selection == broken).any(1)
         assert bool(got[chose].isnan().all())
         assert not bool(got[~chose].isnan().any())
