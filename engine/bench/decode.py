@@ -40,6 +40,8 @@ class DecodePlan:
 
     def __post_init__(self) -> None:
         check_placements(self.placements)
+        if self.engine.draft_depth != 0:
+            raise BadSetting("bench decode measures steps of one row and their floor: leave --draft-depth at 0; the gate measures drafts")
 
 
 @dataclass(frozen=True, slots=True)

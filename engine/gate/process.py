@@ -50,7 +50,8 @@ def serve_words(plan: Plan, arm: Arm) -> list[str]:
     words = ["serve", *(["--demo"] if plan.model is None else [plan.model]), "--port", "0", "--log-format", "json"]
     for setting in SETTINGS.values():
         if setting.place == "engine" and setting.name != "tape":
-            words += [setting.flag, str(getattr(config, setting.field))]
+            value = getattr(config, setting.field)
+            words += [setting.flag, "auto" if value is None else str(value)]
     return [*words, "--synthetic-history"] if plan.history is not None else words
 
 

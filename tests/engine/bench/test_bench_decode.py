@@ -257,6 +257,8 @@ def test_differences_are_named() -> None:
         (("decode", "m", "--history", "real:1:2"), "--history must be synthetic:SEED:ROWS"),
         (("decode", "m", "--json", "/nowhere/at/all.json"), "cannot write"),
         (("decode", "m", "--placement", "offload"), "--placement means nothing"),
+        (("decode", "m", "--draft-depth", "3"), "leave --draft-depth at 0"),
+        (("decode", "m", "--draft-depth", "auto"), "leave --draft-depth at 0"),
         (("decode", "m", "--hot-rows", "-5"), "hot_rows must be at least 0"),
     ],
 )

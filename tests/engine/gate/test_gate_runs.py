@@ -214,6 +214,14 @@ def test_unreadable_prompt_files(tmp_path: Path, content: bytes | None) -> None:
         read_prompt_file(tmp_path / "p")
 
 
+@pytest.mark.parametrize("depth", [None, 0, 3])
+def test_a_servers_words_say_how_deep_to_draft(depth: int | None) -> None:
+    """A depth, and the absence of one, reach the server as what they are."""
+    words = serve_words(Plan(engine=EngineConfig(draft_depth=depth), model="m"), "offload")
+    text = words[words.index("--draft-depth") + 1]
+    assert resolve({"model": "m", "draft_depth": text}, {}).engine.draft_depth == depth
+
+
 @pytest.mark.parametrize("arm", ["resident", "offload"])
 def test_a_servers_words_say_every_setting(arm: Arm) -> None:
     """The command line of an arm resolves to the gate's own engine settings with only the placement changed."""
@@ -239,7 +247,7 @@ def line(*words: str) -> int:
         ((), "no model"),
         (("m", "--pairs", "x"), "--pairs must be an integer"),
         (("m", "--pairs", "0"), "--pairs must be at least 1"),
-        (("m", "--draft-depth", "3"), "draft_depth must be 0"),
+        (("m", "--draft-depth", "8"), "draft_depth must be auto or between 0 and 7"),
         (("m", "--draft-depth", "0,3"), "--draft-depth must be auto or an integer"),
         (("m", "--limit", "x"), "--limit"),
         (("m", "--limit", "-1"), "--limit"),
