@@ -23,7 +23,8 @@ Parts, from the bytes up
     append.py      a chunk's addresses and how it ends
     session.py     the protocol of a session's memory, and what both placements hold alike
     offload.py, resident.py   the two implementations
-    placement.py   `Offload` and `Resident`: made once, they open, grow and refuse sessions
+    fork.py        a second session from the first rows of one: what is shared and what is copied
+    placement.py   `Offload` and `Resident`: made once, they open, fork, grow, rest and refuse sessions
     barrier.py     flush, await, check
 
 Invariants

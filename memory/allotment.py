@@ -3,13 +3,13 @@
 Holds ids in order of position, spare units and a reservation. Knows nothing of addresses or tables.
 
 Invariants:
-1. held + spare + reserved == units_max, unless shared units were cut and the store had none to replace them (then less).
+1. held + spare + reserved == units_max, unless shared units were cut or replaced and the store had none instead (then less).
 2. `ensure` within that entitlement never fails: an admitted session does not find its memory gone.
 3. Cut units that are this session's alone stay spare until `trim`: steps in flight may still read or write them.
 4. A unit that others share is never reused for new rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
@@ -49,15 +49,26 @@ class Store(Protocol[Id]):
 
 
 class Allotment(Generic[Id]):
-    """One session's units of `store`. Raises DoesNotFit when made and `units_max` cannot be reserved."""
+    """One session's units of `store`."""
 
-    def __init__(self, store: Store[Id], units_max: int) -> None:
+    def __init__(self, store: Store[Id], units_max: int, shared: Sequence[Id] = ()) -> None:
+        """Hold `shared`, units of somebody else's, and reserve the rest.
+
+        Args: shared: from `share`; their references are this allotment's from now on, also when it raises.
+        Raises: DoesNotFit: the rest cannot be reserved; nothing is held then.
+        """
         self.units_max = units_max
-        self.ids: list[Id] = []
+        self.ids: list[Id] = list(shared)
         self._store = store
         self._spare: list[Id] = []
-        store.reserve(units_max)
-        self._reserved = units_max
+        self._reserved = units_max - len(shared)
+        assert self._reserved >= 0, f"{len(shared)} units shared with an allotment of {units_max}"
+        try:
+            store.reserve(self._reserved)
+        except DoesNotFit:
+            for unit in shared:
+                store.release(unit)
+            raise
 
     def ensure(self, units: int) -> int:
         """Hold at least `units` units; returns the index of the first new one (== len(ids) when there is none).
@@ -98,6 +109,31 @@ class Allotment(Generic[Id]):
             self._store.reserve(1)
             self._reserved += 1
 
+    def replace(self, index: int) -> Id:
+        """Hold a fresh unit in place of one that others share; returns the old one, whose reference is the caller's now.
+
+        Raises: DoesNotFit: the store has none and no entitlement is left to take it from; nothing changed.
+        """
+        unit = self.ids[index]
+        assert self.shared(index), f"unit {index} is this session's alone"
+        try:
+            fresh = self._store.take()
+        except DoesNotFit:
+            if not self._reserved:
+                raise
+            fresh = self._store.take(reserved=True)
+            self._reserved -= 1
+        self.ids[index] = fresh
+        return unit
+
+    def rest(self) -> int:
+        """Give up what is reserved and not held; `grow` asks for it again. Returns units given up. Nothing may be spare."""
+        assert not self._spare, f"{len(self._spare)} spare units"
+        given = self._reserved
+        self._store.unreserve(given)
+        self._reserved, self.units_max = 0, len(self.ids)
+        return given
+
     def grow(self, units_max: int) -> Callable[[], None]:
         """Become entitled to `units_max` units; returns what undoes that as long as nothing was taken since.
 
@@ -117,10 +153,14 @@ class Allotment(Generic[Id]):
 
         return undo
 
-    def share(self, units: int) -> list[Id]:
-        """The first `units` units with one more reference each, which the caller now holds: the seam for forks and shared prefixes."""
-        shared = self.ids[:units]
-        assert len(shared) == units, f"{units} of {len(self.ids)} units shared"
+    def shared(self, index: int) -> bool:
+        """Whether somebody else holds the unit too; its bytes must then never change."""
+        return self._store.references(self.ids[index]) > 1
+
+    def share(self, units: int, first: int = 0) -> list[Id]:
+        """Units `first` to `units - 1` with one more reference each, which the caller now holds: the seam for forks and shared prefixes."""
+        shared = self.ids[first:units]
+        assert len(shared) == units - first, f"units {first} to {units} of {len(self.ids)} shared"
         for unit in shared:
             self._store.retain(unit)
         return shared

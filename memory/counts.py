@@ -4,11 +4,14 @@ Holds plain numbers of the host. Knows nothing of where rows are; the device's o
 
 Invariants:
 1. mirrored <= submitted <= committed <= logical, after every move.
-2. Within an epoch mirrored never falls. A truncation that takes rows away from a submitted copy starts a new epoch,
+2. Hidden states are known of positions hidden_from to logical - 1, and of no others: a session keeps those of the last rows it wrote.
+3. Within an epoch mirrored never falls. A truncation that takes rows away from a submitted copy starts a new epoch,
    and completions of an older epoch raise nothing.
 """
 
 from dataclasses import dataclass
+
+from kernels.layout import HIDDEN_ROWS
 
 __all__ = ["CountsSnapshot", "RowCounts"]
 
@@ -27,7 +30,7 @@ class CountsSnapshot:
 class RowCounts:
     """Counts of rows, each of all layers, keys included. Loop thread only."""
 
-    __slots__ = ("committed", "epoch", "logical", "mirrored", "submitted")
+    __slots__ = ("committed", "epoch", "hidden_from", "logical", "mirrored", "submitted")
 
     def __init__(self) -> None:
         self.logical = 0  # rows the session has; with drafts in flight, the most it can have
@@ -35,11 +38,21 @@ class RowCounts:
         self.submitted = 0  # rows in some copyback batch
         self.mirrored = 0  # rows proved to be in RAM
         self.epoch = 0
+        self.hidden_from = 0
+
+    def begin(self, rows: int, mirrored: int, hidden_from: int) -> None:
+        """A session without rows gets the first `rows` rows of another one, `mirrored` of which it shares in RAM."""
+        assert self.logical == 0, f"{self!r}: only a session without rows begins with some"
+        self.logical = self.committed = rows
+        self.submitted = self.mirrored = mirrored
+        self.hidden_from = min(hidden_from, rows)
+        self.check_integrity()
 
     def advance(self, rows: int) -> None:
         """A step or chunk that writes `rows` more rows was submitted."""
         assert rows >= 0, f"advance by {rows} rows"
         self.logical += rows
+        self.hidden_from = max(self.hidden_from, self.logical - HIDDEN_ROWS)
         self.check_integrity()
 
     def commit(self, rows: int) -> None:
@@ -55,6 +68,7 @@ class RowCounts:
         """
         assert 0 <= rows <= self.logical - self.committed, f"retract {rows} of {self.logical - self.committed} rows"
         self.logical -= rows
+        self.hidden_from = min(self.hidden_from, self.logical)
         self.check_integrity()
 
     def submit(self, rows: int) -> None:
@@ -77,15 +91,19 @@ class RowCounts:
         self.check_integrity()
         return True
 
-    def truncate(self, rows: int) -> None:
-        """Keep the first `rows` rows. Below submitted a new epoch begins, in which only rows proved by now count as submitted."""
+    def truncate(self, rows: int, mirrored: int | None = None) -> None:
+        """Keep the first `rows` rows. Below submitted a new epoch begins, in which only rows proved by now count as submitted.
+
+        Args: mirrored: how many of them are still in RAM, if a block of RAM was given up with the rest.
+        """
         assert 0 <= rows <= self.logical, f"truncate {self.logical} rows to {rows}"
         if rows < self.submitted:
             self.epoch += 1
-            self.mirrored = min(self.mirrored, rows)
+            self.mirrored = min(self.mirrored, rows if mirrored is None else mirrored)
             self.submitted = self.mirrored
         self.committed = min(self.committed, rows)
         self.logical = rows
+        self.hidden_from = min(self.hidden_from, rows)
         self.check_integrity()
 
     def snapshot(self) -> CountsSnapshot:
@@ -98,6 +116,7 @@ class RowCounts:
         assert self.mirrored <= self.submitted, f"mirrored {self.mirrored} > submitted {self.submitted}"
         assert self.submitted <= self.committed, f"submitted {self.submitted} > committed {self.committed}"
         assert self.committed <= self.logical, f"committed {self.committed} > logical {self.logical}"
+        assert self.hidden_from <= self.logical, f"hidden states from {self.hidden_from} on of {self.logical} rows"
 
     def __repr__(self) -> str:
         return (

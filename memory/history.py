@@ -10,7 +10,8 @@ Invariants:
 3. A table's address never changes but in `grow`, which no step in flight may see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy
@@ -105,60 +106,71 @@ class TableWrite:
 class History:
     """Blocks of one session. Raises DoesNotFit when made and they cannot be reserved; nothing is held then."""
 
-    def __init__(self, store: BlockStore, blocks_max: int, pool: Pool) -> None:
-        self._store = store
+    def __init__(self, store: BlockStore, blocks_max: int, pool: Pool, shared: Sequence[BlockId] = ()) -> None:
+        """Args: shared: the first blocks, from another history's `share`; their references are this one's, also when it raises."""
+        self.store = store
         self._pool = pool
-        self._allotment: Allotment[BlockId] = Allotment(store, blocks_max)
+        self.allotment: Allotment[BlockId] = Allotment(store, blocks_max, shared)
         try:
             self.table = pool.take(8 * blocks_max, "tables").view(torch.int64)  # [blocks_max]
         except BaseException:
-            self._allotment.close()
+            self.allotment.close()
             raise
         self.addresses = numpy.zeros(blocks_max, dtype=numpy.int64)
+        for number, block in enumerate(shared):
+            self.addresses[number] = store.place(block).address
+        if shared:
+            self.table.copy_(pinned(torch.from_numpy(self.addresses), self.table.device), non_blocking=True)
 
     @property
     def blocks(self) -> int:
         """Blocks held now."""
-        return len(self._allotment.ids)
+        return len(self.allotment.ids)
 
     @property
     def blocks_max(self) -> int:
         """Blocks this history may hold."""
-        return self._allotment.units_max
+        return self.allotment.units_max
 
     def ensure(self, blocks: int) -> TableWrite | None:
         """Hold at least `blocks` blocks; returns the write of the new table entries, or None when there are none."""
-        first = self._allotment.ensure(blocks)
+        first = self.allotment.ensure(blocks)
         if first == self.blocks:
             return None
         for number in range(first, self.blocks):
-            self.addresses[number] = self._store.place(self._allotment.ids[number]).address
+            self.addresses[number] = self.store.place(self.allotment.ids[number]).address
         return TableWrite(self.table[first : self.blocks], torch.from_numpy(self.addresses[first : self.blocks].copy()))
 
     def cut(self, blocks: int) -> None:
         """Keep the first `blocks` blocks; the others stay spare until `trim`."""
-        self._allotment.cut(blocks)
+        self.allotment.cut(blocks)
         self.addresses[self.blocks :] = 0
 
     def trim(self) -> None:
         """Free the spare blocks. Call once no operation in flight touches them."""
-        self._allotment.trim()
+        self.allotment.trim()
 
     def view(self, block: int) -> Tensor:
         """uint8 [block_bytes]: the bytes of positions 64 * block to 64 * block + 63."""
-        return self._store.place(self._allotment.ids[block]).bytes
+        return self.store.place(self.allotment.ids[block]).bytes
 
-    def shared(self, block: int) -> bool:
-        """Whether others hold the block too; its bytes must then never change."""
-        return self._store.references(self._allotment.ids[block]) > 1
+    def share(self, blocks: int, first: int = 0) -> list[BlockId]:
+        """Blocks `first` to `blocks - 1` with one more reference each, which the caller now holds and gives back to `store`."""
+        return self.allotment.share(blocks, first)
 
-    def share(self, blocks: int) -> list[BlockId]:
-        """The first `blocks` blocks with one more reference each, which the caller now holds."""
-        return self._allotment.share(blocks)
+    def replace(self, block: int) -> tuple[TableWrite, Callable[[], None]]:
+        """Hold a fresh block in place of a shared one, at the same position; its bytes are the caller's to fill.
+
+        Returns: the write of the table's entry, and what lets go of the old block once nothing reads it. Raises: DoesNotFit.
+        """
+        old = self.allotment.replace(block)
+        self.addresses[block] = self.store.place(self.allotment.ids[block]).address
+        write = TableWrite(self.table[block : block + 1], torch.from_numpy(self.addresses[block : block + 1].copy()))
+        return write, partial(_release, self.store, old)
 
     def grow(self, blocks_max: int) -> Callable[[], None]:
         """Become entitled to more blocks; call `move_table` next. Returns the undo. Raises DoesNotFit; nothing changed then."""
-        return self._allotment.grow(blocks_max)
+        return self.allotment.grow(blocks_max)
 
     def move_table(self, table: Tensor) -> Tensor:
         """Use `table`, int64 [blocks_max], from now on, filled here. Returns the old one. No step in flight may see either."""
@@ -171,12 +183,16 @@ class History:
 
     def close(self) -> None:
         """Let go of blocks and table. Call once no operation in flight touches them."""
-        self._allotment.close()
+        self.allotment.close()
         self._pool.give(self.table)
 
     def check_integrity(self) -> None:
         """Assert invariant 1 and the allotment's."""
-        self._allotment.check_integrity()
-        places = [self._store.place(block).address for block in self._allotment.ids]
+        self.allotment.check_integrity()
+        places = [self.store.place(block).address for block in self.allotment.ids]
         assert self.addresses[: self.blocks].tolist() == places, "an address is not its block's"
         assert not self.addresses[self.blocks :].any(), "an address past the last block"
+
+
+def _release(store: BlockStore, block: BlockId) -> None:
+    store.release(block)

@@ -11,7 +11,8 @@ Invariants:
 3. A table's address never changes but in `grow`, which no step in flight may see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NewType
 
 import numpy
@@ -24,7 +25,7 @@ from memory.history import TableWrite
 from memory.pool import Pool
 from memory.staging import pinned
 
-__all__ = ["KeyPages", "PageId", "PageTable"]
+__all__ = ["KeyPages", "PageId", "PageTable", "span_of"]
 
 PageId = NewType("PageId", int)  # names a span: page n of every key layer
 
@@ -79,6 +80,10 @@ class KeyPages:
         """uint8 [1024 * key_bytes]: one layer's page of a taken span."""
         return self._buffer_of[span][key_layer * self.page_bytes : (key_layer + 1) * self.page_bytes]
 
+    def span(self, span: PageId) -> Tensor:
+        """uint8 [key layers * 1024 * key_bytes]: the pages of a taken span."""
+        return self._buffer_of[span]
+
     def check_integrity(self) -> None:
         """Assert that every span has a buffer of its own and a reference."""
         assert self._buffer_of.keys() == self._references_of.keys()
@@ -90,65 +95,83 @@ class KeyPages:
 class PageTable:
     """Pages of one session. Raises PoolExhausted when made and they cannot be reserved; nothing is held then."""
 
-    def __init__(self, pages: KeyPages, pages_max: int) -> None:
-        self._pages = pages
-        self._allotment: Allotment[PageId] = Allotment(pages, pages_max)
+    def __init__(self, pages: KeyPages, pages_max: int, shared: Sequence[PageId] = ()) -> None:
+        """Args: shared: the first pages, from another table's `share`; their references are this one's, also when it raises."""
+        self.store = pages
+        self.allotment: Allotment[PageId] = Allotment(pages, pages_max, shared)
         try:
             self.table = self._new_table(pages_max)  # [key layers, pages_max]
         except BaseException:
-            self._allotment.close()
+            self.allotment.close()
             raise
         self.addresses = numpy.zeros((pages.key_layers, pages_max), dtype=numpy.int64)
+        for number in range(len(shared)):
+            self._set_address(number)
+        if shared:
+            self.table.copy_(pinned(torch.from_numpy(self.addresses), self.table.device), non_blocking=True)
+
+    def _set_address(self, number: int) -> None:
+        start = self.store.page(self.allotment.ids[number], 0).data_ptr()
+        self.addresses[:, number] = start + self.store.page_bytes * numpy.arange(self.store.key_layers)
 
     def _new_table(self, pages_max: int) -> Tensor:
-        size_bytes = 8 * self._pages.key_layers * pages_max
-        return self._pages.pool.take(size_bytes, "tables").view(torch.int64).view(self._pages.key_layers, pages_max)
+        size_bytes = 8 * self.store.key_layers * pages_max
+        return self.store.pool.take(size_bytes, "tables").view(torch.int64).view(self.store.key_layers, pages_max)
 
     @property
     def pages(self) -> int:
         """Pages held now, a key layer."""
-        return len(self._allotment.ids)
+        return len(self.allotment.ids)
 
     @property
     def pages_max(self) -> int:
         """Pages this table may hold, a key layer."""
-        return self._allotment.units_max
+        return self.allotment.units_max
 
     def ensure(self, pages: int) -> TableWrite | None:
         """Hold at least `pages` pages a layer; returns the write of the new table entries, or None when there are none."""
-        first = self._allotment.ensure(pages)
+        first = self.allotment.ensure(pages)
         if first == self.pages:
             return None
         for number in range(first, self.pages):
-            start = self._pages.page(self._allotment.ids[number], 0).data_ptr()
-            self.addresses[:, number] = start + self._pages.page_bytes * numpy.arange(self._pages.key_layers)
+            self._set_address(number)
         return TableWrite(self.table[:, first : self.pages], torch.from_numpy(self.addresses[:, first : self.pages].copy()))
 
     def cut(self, pages: int) -> None:
         """Keep the first `pages` pages; the others stay spare until `trim`."""
-        self._allotment.cut(pages)
+        self.allotment.cut(pages)
         self.addresses[:, self.pages :] = 0
 
     def trim(self) -> None:
         """Free the spare pages. Call once no operation in flight touches them."""
-        self._allotment.trim()
+        self.allotment.trim()
 
     def view(self, key_layer: int, page: int) -> Tensor:
         """uint8 [1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of one key layer."""
-        return self._pages.page(self._allotment.ids[page], key_layer)
+        return self.store.page(self.allotment.ids[page], key_layer)
 
     def share(self, pages: int) -> list[PageId]:
         """The first `pages` pages with one more reference each, which the caller now holds."""
-        return self._allotment.share(pages)
+        return self.allotment.share(pages)
+
+    def replace(self, page: int) -> tuple[TableWrite, Callable[[], None]]:
+        """Hold a fresh page in place of a shared one, at the same positions; its keys are the caller's to fill.
+
+        Returns: the write of the table's entries, and what lets go of the old page once nothing reads it. Raises: PoolExhausted.
+        """
+        old = self.allotment.replace(page)
+        self._set_address(page)
+        write = TableWrite(self.table[:, page : page + 1], torch.from_numpy(self.addresses[:, page : page + 1].copy()))
+        return write, partial(_release, self.store, old)
 
     def grow(self, pages_max: int) -> Callable[[], None]:
         """Become entitled to more pages; call `move_table` next. Returns the undo. Raises DoesNotFit; nothing changed then."""
-        return self._allotment.grow(pages_max)
+        return self.allotment.grow(pages_max)
 
     def move_table(self, table: Tensor) -> Tensor:
         """Use `table`, int64 [key layers, pages_max], from now on, filled here. Returns the old one. No step in flight may see either."""
         old, self.table = self.table, table
-        addresses = numpy.zeros((self._pages.key_layers, self.pages_max), dtype=numpy.int64)
+        addresses = numpy.zeros((self.store.key_layers, self.pages_max), dtype=numpy.int64)
         addresses[:, : self.pages] = self.addresses[:, : self.pages]
         self.addresses = addresses
         table.copy_(pinned(torch.from_numpy(addresses), table.device), non_blocking=True)
@@ -156,13 +179,22 @@ class PageTable:
 
     def close(self) -> None:
         """Let go of pages and table. Call once no operation in flight touches them."""
-        self._allotment.close()
-        self._pages.pool.give(self.table)
+        self.allotment.close()
+        self.store.pool.give(self.table)
 
     def check_integrity(self) -> None:
         """Assert invariants 1 and 2 and the allotment's."""
-        self._allotment.check_integrity()
-        for number, span in enumerate(self._allotment.ids):
-            places = [self._pages.page(span, layer).data_ptr() for layer in range(self._pages.key_layers)]
+        self.allotment.check_integrity()
+        for number, span in enumerate(self.allotment.ids):
+            places = [self.store.page(span, layer).data_ptr() for layer in range(self.store.key_layers)]
             assert self.addresses[:, number].tolist() == places, "an address is not its page's"
         assert not self.addresses[:, self.pages :].any(), "an address past the last page"
+
+
+def span_of(table: PageTable, page: int) -> Tensor:
+    """uint8 [key layers * 1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of every key layer."""
+    return table.store.span(table.allotment.ids[page])
+
+
+def _release(pages: KeyPages, span: PageId) -> None:
+    pages.release(span)

@@ -20,6 +20,7 @@ from kernels.layout import BLOCK_ROWS, BlockLayout, StateField, TableLayout
 from memory.append import Addresses, AppendChunk, Destinations, blocks_of
 from memory.copyback import Copyback, copy_bytes, first_cause, report_failure, write_state
 from memory.errors import RingOverrun
+from memory.fork import own_page
 from memory.hot import HotCache
 from memory.ring import AppendRing, Ring, room
 from memory.session import Holdings, SessionStatistics
@@ -50,6 +51,7 @@ class OffloadSession:
 
     def table_row(self, rows: int) -> list[int]:
         """See SessionMemory."""
+        assert self.hot, f"session {self.session_id} rests: it has no hot cache"
         fields = self.holdings.leading_fields(rows, self._ring.buffer.data_ptr(), self._table_layout)
         for group, cache in enumerate(self.hot):
             first = self._table_layout.group(group, 0)
@@ -181,25 +183,33 @@ class OffloadSession:
         whole = counts.mirrored // BLOCK_ROWS
         deep = rows < counts.mirrored
         load = rows % BLOCK_ROWS != 0 and block < whole  # the ring holds blocks from `whole` on only
-        assert not load or not self.history.shared(block), f"block {block} is shared: rows cannot be replaced in it"
+        own_page(self.holdings, rows, stream)
         source = self.history.view(block) if load else None
+        parted = self.history.replace(block) if load and self.history.allotment.shared(block) else None
+        # A block of our own holds none of the rows yet: they go to the ring, and a later copy of the block brings them to RAM.
+        mirrored = rows if parted is None else BLOCK_ROWS * block
         target = self._ring.block_view(block)
         hot = tuple(self.hot) if deep else ()
 
         def apply() -> None:
             write_state(state, StateField.LOGICAL, rows)
             if deep:
-                write_state(state, StateField.MIRRORED, rows)
+                write_state(state, StateField.MIRRORED, mirrored)
             if source is not None:
                 target.copy_(source, non_blocking=True)
+            if parted is not None:
+                parted[0]()
             for cache in hot:
                 cache.unmap_from(BLOCK_ROWS * block)
 
         writes = [state[StateField.LOGICAL : StateField.LOGICAL + 1], *([target] if load else []), *(cache.slot_of for cache in hot)]
+        writes += [] if parted is None else [parted[0].entries]
         reads: list[Tensor] = [] if source is None else [source]
         event = self.holdings.submit(stream, "truncate", apply, reads=reads, writes=writes)
         event.on_done(partial(_broken_by, self))
-        counts.truncate(rows)
+        if parted is not None:
+            self.operations.when_idle(parted[1])
+        counts.truncate(rows, mirrored)
         self.holdings.cut(rows)
         return event
 
@@ -211,7 +221,7 @@ class OffloadSession:
         """See SessionMemory."""
         counts = self.counts.snapshot()
         still = None if self.operations.outstanding else counts
-        mapped = self._mapped.look(lambda: torch.stack([cache.mapped() for cache in self.hot]), still)
+        mapped = self._mapped.look(lambda: torch.stack([cache.mapped() for cache in self.hot]), still) if self.hot else []
         hot = tuple(cache.statistics(count) for cache, count in zip(self.hot, mapped, strict=True))
         outstanding = self.operations.outstanding
         return SessionStatistics(counts, self.history.blocks, self.pages.pages, counts.logical - counts.mirrored, outstanding, hot)

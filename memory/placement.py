@@ -19,15 +19,18 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, RING_BLOCKS, STATE_FIELDS, BlockLayout
 from memory.append import blocks_of, pages_of
 from memory.arena import Arena, ArenaStatistics
+from memory.copyback import Copyback
 from memory.errors import DoesNotFit
-from memory.history import DeviceBlocks
+from memory.fork import begin, rest, shared_units
+from memory.history import BlockStore, DeviceBlocks
 from memory.hot import HotCache
 from memory.keys import KeyPages
 from memory.offload import OffloadSession
 from memory.pool import Pool, PoolStatistics, allocated
 from memory.resident import ResidentSession
 from memory.ring import AppendRing, Ring
-from memory.session import Holdings, SessionMemory
+from memory.session import Holdings, SessionMemory, Shared
+from streams import Stream
 
 __all__ = ["Needs", "Offload", "Placement", "PlacementStatistics", "Resident"]
 
@@ -69,6 +72,24 @@ class Placement(Protocol):
         """
         ...
 
+    def fork(
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
+    ) -> SessionMemory:
+        """A session of `tokens_max` rows that begins with the first `rows` rows of `source`, at least 1, all of them committed.
+
+        Nobody waits, and the source may go on decoding. While a chunk of it is open, only rows of full blocks that are in RAM
+        (`fork.shared_rows`) may be taken, and what is a part of such a block. See `fork.begin`; the new session holds the event.
+        Raises: DoesNotFit with the missing bytes per tier; nothing is held then.
+        """
+        ...
+
+    def rest(self, session: SessionMemory) -> bool:
+        """An idle session gives up its hot caches and what it has reserved; a `grow` brings it back. Nothing of it may be in flight.
+
+        Returns: whether that freed anything.
+        """
+        ...
+
     def statistics(self) -> PlacementStatistics:
         """A snapshot."""
         ...
@@ -84,6 +105,11 @@ def _shared_bytes(layout: BlockLayout, hidden: int, tokens_max: int) -> int:
     tables = allocated(8 * blocks_of(tokens_max)) + allocated(8 * layout.key_layers * pages)
     spans = pages * allocated(layout.key_layers * layout.key.page_bytes)
     return tables + spans + allocated(8 * STATE_FIELDS) + allocated(4 * HIDDEN_ROWS * hidden)
+
+
+def _units_bytes(layout: BlockLayout, shared: Shared, block_bytes: int) -> tuple[int, int]:
+    """Bytes of shared blocks, and device bytes of shared pages."""
+    return len(shared.blocks) * block_bytes, len(shared.pages) * allocated(layout.key_layers * layout.key.page_bytes)
 
 
 def _check_room(needs: Needs, arena: Arena, pool: Pool) -> None:
@@ -112,6 +138,13 @@ def _use_tables(holdings: Holdings, tokens_max: int, tables: Sequence[Tensor]) -
     holdings.pool.give(holdings.history.move_table(tables[0]))
     holdings.pool.give(holdings.pages.move_table(tables[1]))
     holdings.tokens_max = tokens_max
+
+
+def _let_go(shared: Shared, blocks: BlockStore, keys: KeyPages) -> None:
+    for block in shared.blocks:
+        blocks.release(block)
+    for page in shared.pages:
+        keys.release(page)
 
 
 def _check_still(holdings: Holdings) -> None:
@@ -176,8 +209,11 @@ class Offload:
     def open(self, session_id: str, tokens_max: int) -> OffloadSession:
         """See Placement."""
         _check_room(self.needs(tokens_max), self.arena, self.pool)
+        return self._open(session_id, tokens_max, Shared())
+
+    def _open(self, session_id: str, tokens_max: int, shared: Shared) -> OffloadSession:
         with ExitStack() as undo:
-            holdings = Holdings(session_id, tokens_max, self.arena, self._keys, self.pool, self._hidden)
+            holdings = Holdings(session_id, tokens_max, self.arena, self._keys, self.pool, self._hidden, shared)
             undo.callback(holdings.close)
             ring = Ring(self._layout, self.pool)
             undo.callback(ring.close)
@@ -187,6 +223,30 @@ class Offload:
         holdings.own(ring.close)
         holdings.own(lambda: self._give_hot(session.hot))
         return session
+
+    def fork(
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
+    ) -> OffloadSession:
+        """See Placement."""
+        shared, needs = shared_units(source, rows), self.needs(tokens_max)
+        host, device = _units_bytes(self._layout, shared, self._layout.block_bytes)
+        try:
+            _check_room(Needs(needs.host_bytes - host, needs.device_bytes - device), self.arena, self.pool)
+        except DoesNotFit:
+            _let_go(shared, self.arena, self._keys)
+            raise
+        session = self._open(session_id, tokens_max, shared)
+        begin(source, session, session.holdings, rows, compute, copyback)
+        return session
+
+    def rest(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        assert isinstance(session, OffloadSession), "a session of another placement"
+        _check_still(session.holdings)
+        given, hot = rest(session.holdings), session.hot
+        session.hot = []
+        self._give_hot(hot)
+        return given or bool(hot)
 
     def _give_hot(self, caches: Sequence[HotCache]) -> None:
         for cache in caches:
@@ -208,7 +268,7 @@ class Offload:
             hot = self._take_hot(tokens_max, undo)
             undo.pop_all()
         _use_tables(holdings, tokens_max, tables)
-        for old, new in zip(session.hot, hot, strict=True):
+        for old, new in zip(session.hot, hot, strict=bool(session.hot)):  # a session at rest has none
             _keep_hot(old, new)
         self._give_hot(session.hot)
         session.hot = hot
@@ -250,6 +310,28 @@ class Resident:
         _check_room(self.needs(tokens_max), self.arena, self.pool)
         holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden)
         return ResidentSession(holdings, self._layout, self.arena)
+
+    def fork(
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
+    ) -> ResidentSession:
+        """See Placement."""
+        shared = shared_units(source, rows)
+        device = self.needs(tokens_max).device_bytes - sum(_units_bytes(self._layout, shared, allocated(self._layout.block_bytes)))
+        try:
+            _check_room(Needs(0, device), self.arena, self.pool)
+        except DoesNotFit:
+            _let_go(shared, self._blocks, self._keys)
+            raise
+        holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden, shared)
+        session = ResidentSession(holdings, self._layout, self.arena)
+        begin(source, session, holdings, rows, compute, copyback)
+        return session
+
+    def rest(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        assert isinstance(session, ResidentSession), "a session of another placement"
+        _check_still(session.holdings)
+        return rest(session.holdings)
 
     def grow(self, session: SessionMemory, tokens_max: int) -> bool:
         """See Placement."""

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.layout import BlockLayout, StateField, TableLayout
+from kernels.layout import BLOCK_ROWS, BlockLayout, StateField, TableLayout
 from memory.append import AppendChunk, Destinations, blocks_of
 from memory.arena import Arena, BlockId
-from memory.copyback import Copyback, first_cause, write_state
+from memory.copyback import Copyback, copy_bytes, first_cause, write_state
+from memory.fork import own_page
 from memory.ring import Ring
 from memory.session import Holdings, SessionStatistics
 from streams import Event, Stream
@@ -110,23 +111,39 @@ class ResidentSession:
     def truncate(self, rows: int, stream: Stream) -> Event[None]:
         """See SessionMemory."""
         self.holdings.may_truncate(rows)
-        state = self.state
+        state, block = self.state, rows // BLOCK_ROWS
         deep = rows < self.counts.mirrored
+        own_page(self.holdings, rows, stream)
+        parted = rows % BLOCK_ROWS != 0 and self.history.allotment.shared(block)
+        moves, release = self._own_block(block) if parted else ((), None)
 
         def apply() -> None:
             write_state(state, StateField.LOGICAL, rows)
             if deep:
                 write_state(state, StateField.MIRRORED, rows)
+            for target, source in moves:
+                copy_bytes(target, source)
 
-        logical = state[StateField.LOGICAL : StateField.LOGICAL + 1]
-        event = self.holdings.submit(stream, "truncate", apply, writes=[logical])
+        writes = [state[StateField.LOGICAL : StateField.LOGICAL + 1], *(target for target, _ in moves)]
+        event = self.holdings.submit(stream, "truncate", apply, reads=[source for _, source in moves], writes=writes)
         event.on_done(self._truncated)
+        if release is not None:
+            self.operations.when_idle(release)
         self.counts.truncate(rows)
         self.holdings.cut(rows)
         # Copies of a barrier that nobody waited for may still write the cut blocks; later ones get blocks of their own.
         cut, self._mirror = self._mirror[blocks_of(rows) :], self._mirror[: blocks_of(rows)]
         self.operations.when_idle(partial(self._release, cut))
         return event
+
+    def _own_block(self, block: int) -> tuple[tuple[tuple[Tensor, Tensor], ...], Callable[[], None]]:
+        """Hold a block of one's own in place of a shared one.
+
+        Returns: targets and sources of the copies that make it equal, and what lets go of the old one behind them.
+        """
+        old = self.history.view(block)
+        write, release = self.history.replace(block)
+        return ((self.history.view(block), old), (write.entries, write.values)), release
 
     def _truncated(self, event: Event[None]) -> None:
         error = event.error()

@@ -21,19 +21,20 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, STATE_FIELDS, StateField, TableField, TableLayout
 from memory.append import AppendChunk, blocks_of, pages_of
+from memory.arena import BlockId
 from memory.copyback import Copyback, first_cause, write_state
 from memory.counts import CountsSnapshot, RowCounts
 from memory.errors import CopybackInFlight
 from memory.history import BlockStore, History, TableWrite
 from memory.hot import HotStatistics
-from memory.keys import KeyPages, PageTable
+from memory.keys import KeyPages, PageId, PageTable
 from memory.operations import Operations
 from memory.pool import Pool
 from memory.ring import Ring
 from memory.staging import behind_fills
 from streams import Event, Stream
 
-__all__ = ["Holdings", "SessionMemory", "SessionStatistics"]
+__all__ = ["Holdings", "SessionMemory", "SessionStatistics", "Shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,10 @@ class SessionMemory(Protocol):
         """Keep the first `rows` rows; the host's counts move now, the device's LOGICAL and maps in order on `stream`.
 
         Safe at once: a cut at or past the submitted rows (a rollback: its rows were never in a copy), or with no copy in flight.
-        TOKEN is the caller's to set. Blocks and pages past the end are freed once nothing of the session is in flight.
-        Returns: the device's part. Raises: CopybackInFlight: a cut into rows of a copy in flight; nothing changed.
+        TOKEN is the caller's to set. Blocks and pages past the end are freed once nothing of the session is in flight. A block or page
+        that others share and the cut goes through is replaced by one of the session's own.
+        Returns: the device's part. Raises: CopybackInFlight: a cut into rows of a copy in flight; DoesNotFit: no block or page to
+        replace a shared one. The rows are as before.
         """
         ...
 
@@ -129,10 +132,23 @@ class SessionMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The first blocks and pages of another session, with a reference each that goes to whom they are given."""
+
+    blocks: Sequence[BlockId] = ()
+    pages: Sequence[PageId] = ()
+
+
+_NOTHING = Shared()
+
+
 class Holdings:
     """The parts both placements hold alike. Raises DoesNotFit when made and something cannot be had; nothing is held then."""
 
-    def __init__(self, session_id: str, tokens_max: int, store: BlockStore, keys: KeyPages, pool: Pool, hidden: int) -> None:
+    def __init__(
+        self, session_id: str, tokens_max: int, store: BlockStore, keys: KeyPages, pool: Pool, hidden: int, shared: Shared = _NOTHING
+    ) -> None:
         assert tokens_max >= 1, f"a session of {tokens_max} tokens"
         self.session_id = session_id
         self.tokens_max = tokens_max
@@ -142,9 +158,13 @@ class Holdings:
         self.closed = False
         self.chunk_open = False
         with ExitStack() as undo:
-            self.history = History(store, blocks_of(tokens_max), pool)
+            pages = undo.enter_context(ExitStack())
+            for page in shared.pages:
+                pages.callback(keys.release, page)
+            self.history = History(store, blocks_of(tokens_max), pool, shared.blocks)
             undo.callback(self.history.close)
-            self.pages = PageTable(keys, pages_of(tokens_max))
+            pages.pop_all()  # the table's from here on
+            self.pages = PageTable(keys, pages_of(tokens_max), shared.pages)
             undo.callback(self.pages.close)
             self.state = pool.take(8 * STATE_FIELDS, "state").view(torch.int64)
             undo.callback(pool.give, self.state)

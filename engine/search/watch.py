@@ -19,12 +19,14 @@ from engine.stage import Stage
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
 from memory.append import blocks_of
 from memory.arena import Arena, BlockId
+from memory.copyback import Copyback
 from memory.ledger import Ledger
 from memory.offload import OffloadSession
 from memory.placement import Needs, Placement, PlacementStatistics
 from memory.pool import Pool
 from memory.resident import ResidentSession
 from memory.session import SessionMemory
+from streams import Stream
 
 __all__ = ["Expected", "PoisonedArena", "PoisonedPool", "Watch", "WatchedPlacement", "check_empty"]
 
@@ -214,6 +216,18 @@ class WatchedPlacement:
     def grow(self, session: SessionMemory, tokens_max: int) -> bool:
         """See Placement."""
         return self._inner.grow(session, tokens_max)
+
+    def fork(
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
+    ) -> SessionMemory:
+        """See Placement."""
+        memory = self._inner.fork(source, session_id, tokens_max, rows, compute=compute, copyback=copyback)
+        self._watch.opened(memory)
+        return memory
+
+    def rest(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        return self._inner.rest(session)
 
     def statistics(self) -> PlacementStatistics:
         """See Placement."""

@@ -133,6 +133,33 @@ class AllotmentLife(RuleBasedStateMachine):
         mine = self.pair[which]
         self.kept += mine.share(int(part * len(mine.ids)))
 
+    @rule(which=st.integers(0, 1), part=st.floats(0, 0.99))
+    def replace(self, which: int, part: float) -> None:
+        mine = self.pair[which]
+        shared = [index for index, unit in enumerate(mine.ids) if unit in self.kept]
+        if not shared:
+            return
+        index = shared[int(part * len(shared))]
+        before = list(mine.ids)
+        try:
+            self.kept.append(mine.replace(index))
+        except ArenaFull:
+            assert mine.ids == before
+            return
+        self.may_lack[which] = True
+        assert self.kept[-1] == before[index]
+        assert mine.ids[:index] + mine.ids[index + 1 :] == before[:index] + before[index + 1 :]
+        assert self.store.references(mine.ids[index]) == 1
+
+    @rule(which=st.integers(0, 1))
+    def rest(self, which: int) -> None:
+        mine = self.pair[which]
+        mine.trim()
+        available = self.store.available
+        given = mine.rest()
+        assert self.store.available == available + given
+        assert mine.units_max == len(mine.ids)
+
     @rule()
     def let_go(self) -> None:
         for block in self.kept:
