@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
-from engine.rows import Destinations, store
+from engine.rows import Destinations, store, store_key, store_row
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
 from kernels.gather import gather_blocks, gather_rows
@@ -162,17 +162,20 @@ class AppendRun:
 
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
-        self._qr = layer.mla.project_latent(self._u)
-        full = self._stage.main_groups[group][0] == local
-        self._store(chunk, layer, self._u, local, group if full else None, None)
-        if full:
-            self._select(chunk, group, layer, self._u)
+        made = layer.project_input(self._u)
+        self._qr = layer.mla.norm_latent(made.latent)
+        rope, layout = (self._cos, self._sin), self._stage.layout
+        to = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
+        store_row(layer, made.row, rope, layout, local, to)
+        if self._stage.main_groups[group][0] == local:
+            store_key(layer, made.full_key, rope, layout, group, to)
+            self._select(chunk, group, layer, made.full_head_weights.to(torch.float32))
 
-    def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, u: Tensor) -> None:
-        query, head_weights = layer.full_indexer.index_query(u, self._qr, self._cos, self._sin)
+    def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, head_weights: Tensor) -> None:
+        query = layer.full_indexer.project_query(self._qr, self._cos, self._sin)
         pages = self._memory.pages.table[group]
         end = chunk.first + chunk.rows
-        scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS), device=u.device)
+        scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS), device=query.device)
         for start in range(0, chunk.rows, _QUERY_TILE):
             stop = min(start + _QUERY_TILE, chunk.rows)
             keys = chunk.first + stop

@@ -29,7 +29,7 @@ from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
-from kernels.step import load_hidden, store_hidden
+from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Query
 from memory.staging import landing
@@ -94,7 +94,7 @@ class DecodeStep:
         self._positions, self._tokens, self._mirrored = integers(count), integers(count), integers(places)
         self._outcome = integers(2 * count + 2 * places)  # one copy to the host
         self._tokens_out, self._bad_layer, self._accepted, self._judged = self._outcome.split([count, count, places, places])
-        self._hidden_before = torch.zeros((places, config.hidden), device=device)
+        self._hidden_before = states(places, config.hidden)
         self._x, self._u = states(count, config.hidden), states(count, config.hidden)
         self._qr = states(count, config.query_latent)
         self._query = Query(states(count, config.heads, config.latent), states(count, config.heads, config.rope), config.scale)
@@ -234,10 +234,11 @@ class DecodeStep:
 
     def _begin(self, table: StepTable) -> None:
         stage, model = self._stage, self._stage.model
-        spread_rows(table.tensor, self._place_of, self._positions, self._tokens, self._mirrored)
+        spread_rows(
+            table.tensor, self._place_of, self._positions, self._tokens, self._mirrored, self._judged, self._bad_layer
+        )  # fmt: skip
         begin_round(table.tensor)
-        self._bad_layer.fill_(-1)
-        self._x.copy_(model.embed(self._tokens))
+        model.embed(self._tokens, out=self._x)
         self._input = self._keep(self._u, model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
         self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
@@ -250,7 +251,7 @@ class DecodeStep:
         assert model.mtp is not None, "asked for where a block is"
         positions = self._first(self._positions)
         load_hidden(table.tensor, self._first(self._place_of), positions, self._hidden_before)
-        x = model.mtp_input(self._first(self._tokens), self._hidden_before.to(model.dtype))
+        x = model.mtp.join_input(self._first(self._x), self._hidden_before)
         rope = self._first(self._cos), self._first(self._sin)
         first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows].contiguous())
         block = model.mtp.layer
@@ -271,12 +272,14 @@ class DecodeStep:
     def _write_key(self, local: int, group: int) -> None:
         """What the selection needs of its full layer, and nothing else: scoring, choosing and the plan run beside all that follows."""
         layer = self._stage.model.layers[local]
-        self._latent = self._keep(self._qr, layer.mla.project_latent(self._input))
-        store_key(layer, self._input, (self._cos, self._sin), self._stage.layout, group, self._destinations)
+        self._made = layer.project_input(self._input)
+        self._latent = self._keep(self._qr, layer.mla.norm_latent(self._made.latent))
+        store_key(layer, self._made.full_key, (self._cos, self._sin), self._stage.layout, group, self._destinations)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan = self._stage, self._plans[group]
-        query, head_weights = stage.model.layers[full].full_indexer.index_query(self._input, self._latent, self._cos, self._sin)
+        query = stage.model.layers[full].full_indexer.project_query(self._latent, self._cos, self._sin)
+        head_weights = self._made.full_head_weights.to(torch.float32)
         select_places(
             table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scores
         )
@@ -291,9 +294,10 @@ class DecodeStep:
     def _ask(self, local: int, place: int) -> None:
         """The layer's row and its absorbed query."""
         layer = self._stage.model.layers[local]
-        store_row(layer, self._input, (self._cos, self._sin), self._stage.layout, local, self._destinations)
         if place > 0:
-            self._latent = self._keep(self._qr, layer.mla.project_latent(self._input))
+            self._made = layer.project_input(self._input)
+            self._latent = self._keep(self._qr, layer.mla.norm_latent(self._made.latent))
+        store_row(layer, self._made.row, (self._cos, self._sin), self._stage.layout, local, self._destinations)
         latent, rope = layer.mla.project_query(self._latent, self._cos, self._sin)
         self._asked = Query(self._keep(self._query.latent, latent), self._keep(self._query.rope, rope), self._query.scale)
 
@@ -311,14 +315,11 @@ class DecodeStep:
     def _finish(self, table: StepTable, sampling: SamplingTable) -> None:
         model = self._stage.model
         hidden = self._input  # the norm behind the last layer is the final one
-        store_hidden(table.tensor, self._place_of, self._positions, hidden.float())
-        self._logits.copy_(model.logits(hidden))
-        bad = ~torch.isfinite(self._logits).all(-1)
-        self._bad_layer.copy_(torch.where(bad & (self._bad_layer < 0), model.config.layers, self._bad_layer))
+        store_hidden(table.tensor, self._place_of, self._positions, hidden)
+        keep_logits(model.logits(hidden), self._logits, self._bad_layer, model.config.layers)
         sampling.sample(self._logits, self._positions + 1, self._tokens, self._tokens_out)
         if self._stage.forced_acceptance is not None:
             self._stage.forced_acceptance.overwrite(self._tokens_out, self._tokens, self._place_of, self._positions, sampling.seeds)
-        self._judged.copy_((self._place_of >= 0).view(self._places, self._rows).sum(1).sub(1).clamp_min(0))
         accept_rows(
             table.tensor, self._place_of, self._tokens, self._tokens_out, self._bad_layer, sampling.output_counts, self._accepted,
             self._next_of,

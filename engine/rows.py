@@ -41,27 +41,27 @@ def store(
     Args: local: the layer in the stage. key_layer: its selection group if it makes the selection, else None.
     """
     if key_layer is not None:
-        store_key(layer, u, rope_table, layout, key_layer, destinations, positions)
-    store_row(layer, u, rope_table, layout, local, destinations, positions)
+        store_key(layer, layer.full_indexer.key_source(u), rope_table, layout, key_layer, destinations, positions)
+    store_row(layer, layer.mla.row_source(u), rope_table, layout, local, destinations, positions)
 
 
 def store_row(
-    layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, destinations: Destinations,
+    layer: LayerWeights, source: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, destinations: Destinations,
     positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write one layer's packed rows; see `store`."""
+    """Write one layer's packed rows, made of `source` [T, R + Dr]; see `store`."""
     mla = layer.mla
     offset = layout.row_offset(local)
-    write_rows(mla.row_source(u), mla.row_norm, mla.norm_eps, rope_table, destinations.rows, offset, layout.row, positions)
+    write_rows(source, mla.row_norm, mla.norm_eps, rope_table, destinations.rows, offset, layout.row, positions)
 
 
 def store_key(
-    layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, key_layer: int, destinations: Destinations,
+    layer: LayerWeights, source: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, key_layer: int, destinations: Destinations,
     positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write one full layer's index keys; see `store`."""
+    """Write one full layer's index keys, made of `source` [T, Di]; see `store`."""
     indexer = layer.full_indexer
     write_keys(
-        indexer.key_source(u), indexer.key_norm, indexer.key_bias, KEY_NORM_EPS, rope_table, destinations.keys,
+        source, indexer.key_norm, indexer.key_bias, KEY_NORM_EPS, rope_table, destinations.keys,
         key_layer * layout.key_layer_bytes, destinations.pages[key_layer], layout.key, positions,
     )  # fmt: skip

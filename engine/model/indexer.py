@@ -59,5 +59,9 @@ class IndexerWeights:
 
     def index_query(self, u: Tensor, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Index query [T, I, Di] and unscaled head weights, float32 [T, I], of u [T, H] and its normed query latent qr [T, Rq]."""
+        return self.project_query(qr, cos, sin), linear(u, self.head_weights).to(torch.float32)
+
+    def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Index query [T, I, Di] alone."""
         query = linear(qr, self.query_up).view(qr.shape[0], -1, self.key_norm.shape[0])
-        return rotate_first(query, cos, sin), linear(u, self.head_weights).to(torch.float32)
+        return rotate_first(query, cos, sin)

@@ -59,7 +59,11 @@ class MlaWeights:
 
     def project_latent(self, u: Tensor) -> Tensor:
         """Normed query latent `qr` [T, Rq] of the layer's input u [T, H]; also what the indexer's query reads."""
-        return rms_norm(linear(u, self.query_down), self.query_norm, self.norm_eps)
+        return self.norm_latent(linear(u, self.query_down))
+
+    def norm_latent(self, latent: Tensor) -> Tensor:
+        """The query latent `qr` [T, Rq] of what the product made, [T, Rq]."""
+        return rms_norm(latent, self.query_norm, self.norm_eps)
 
     def row_source(self, u: Tensor) -> Tensor:
         """What a row is made of, before norm and rotation: latent and RoPE key [T, R + Dr] of u [T, H]."""
