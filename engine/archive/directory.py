@@ -101,8 +101,19 @@ class Directory:
         """Give a part, synced and closed, its name."""
         os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
-    def sync(self) -> None:
-        """Bring names to disk."""
+    def link(self, name: str, target: "Directory") -> None:
+        """Give a file a second name, the same, in another directory."""
+        os.link(name, name, src_dir_fd=self._fd, dst_dir_fd=target._fd, follow_symlinks=False)
+
+    def commit(self, name: str, contents: bytes) -> None:
+        """Bring the names that exist to disk, and then, as one step, a file that speaks of them."""
+        part, file = self.part("manifest")
+        with os.fdopen(file, "wb") as opened:
+            opened.write(contents)
+            opened.flush()
+            os.fsync(file)
+        os.fsync(self._fd)
+        self.settle(part, name)
         os.fsync(self._fd)
 
     def clean(self, kept: Collection[str] | None) -> None:

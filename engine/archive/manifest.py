@@ -94,8 +94,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def payload_bytes(self) -> int:
         """Bytes of all rows and keys that count."""
-        unit = {"rows": self.rows_as.row_bytes, "keys": self.keys_as.key_bytes}
-        return sum(segment.layers * segment.counted * unit[segment.kind] for segment in self.segments)
+        return sum(segment.layers * segment.counted * self.unit_bytes(segment.kind) for segment in self.segments)
+
+    def unit_bytes(self, kind: Kind) -> int:
+        """Bytes of one row, or of one key."""
+        return self.rows_as.row_bytes if kind == "rows" else self.keys_as.key_bytes
 
 
 class _Probe(msgspec.Struct):

@@ -221,15 +221,9 @@ class Writer:
         assert not self._open, "a segment is open"
         check(manifest, self._directory.where)
         written = encode(manifest)
+        self._named = None  # until it is known which manifest is there
         with said(self._directory.where, "write"):
-            name, file = self._directory.part("manifest")
-            with os.fdopen(file, "wb") as opened:
-                opened.write(written)
-                opened.flush()
-                os.fsync(file)
-            self._directory.sync()  # the segments' names, before the one that speaks of them
-            self._directory.settle(name, MANIFEST)
-            self._directory.sync()
+            self._directory.commit(MANIFEST, written)
             self.written_bytes += len(written)
             self._named = {segment.name for segment in manifest.segments}
 

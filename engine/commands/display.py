@@ -26,7 +26,9 @@ _LOG_PARTS = 4  # log lines a bar writes where there is no terminal
 class Bar:
     """Progress of one thing, a context manager; safe to update after it was closed, and to close twice."""
 
-    def __init__(self, title: str, event: str, unit: Literal["tensors", "rows", "tokens", "seeds"], console: Console | None = None) -> None:
+    def __init__(
+        self, title: str, event: str, unit: Literal["tensors", "rows", "tokens", "seeds", "bytes"], console: Console | None = None
+    ) -> None:
         self._title, self._event, self._unit = title, event, unit
         self._console = console if console is not None else Console(file=sys.stderr)
         self._logged = 0  # parts of _LOG_PARTS already written
