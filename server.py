@@ -46,8 +46,8 @@ log = structlog.get_logger()
 _OPEN_PATHS = ("/health", "/ready")  # asked by machines that hold no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _COUNTS = (
-    "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "host_bytes",
-    "device_bytes", "resident_bytes",
+    "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "drafts_proposed",
+    "drafts_accepted", "host_bytes", "device_bytes", "resident_bytes",
 )  # fmt: skip
 _LARGE_BYTES = 256 * 1024  # a body of this size takes a few milliseconds to decode and check
 _CUT = 499  # a status for the log only: the client left, or the drain was over

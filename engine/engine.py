@@ -64,6 +64,8 @@ class Statistics:
     hits: int
     misses: int
     ring_reads: int
+    drafts_proposed: tuple[int, ...]  # by place in their run, the first draft of a step first
+    drafts_accepted: tuple[int, ...]
     host_bytes: int
     device_bytes: int
     resident_bytes: int
@@ -249,6 +251,8 @@ class Engine:
             hits=reads.hits,
             misses=reads.misses,
             ring_reads=reads.ring,
+            drafts_proposed=self._loop.depth.counts.proposed,
+            drafts_accepted=self._loop.depth.counts.accepted,
             host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
             device_bytes=stage.ledger.total("device").allocated_bytes,
             resident_bytes=sum(one.counts.logical for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,

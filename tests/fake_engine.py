@@ -85,6 +85,8 @@ class FakeStatistics:
     misses: int = 250
     ring_reads: int = 40
     steps: int = 12
+    drafts_proposed: tuple[int, ...] = (9, 6, 0, 0, 0, 0, 0)
+    drafts_accepted: tuple[int, ...] = (6, 2, 0, 0, 0, 0, 0)
     host_bytes: int = 3 * 2**20
     device_bytes: int = 512
     resident_bytes: int = 5 * 2**30

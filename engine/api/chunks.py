@@ -24,6 +24,7 @@ from engine.api.responses import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     Delta,
     PromptTokensDetails,
     StopReason,
@@ -139,12 +140,18 @@ def completion_answer(head: AnswerHead, chunks: Sequence[Chunk], *, prompt_token
 
 
 def usage_counts(usage: Usage) -> UsageCounts:
+    drafts = usage.accepted_drafts, usage.refused_drafts
     return UsageCounts(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=_drafted(*drafts) if any(drafts) else UNSET,
     )
+
+
+def _drafted(accepted: int, refused: int) -> CompletionTokensDetails:
+    return CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=refused)
 
 
 def token_characters(chunk: Chunk) -> int:

@@ -12,8 +12,8 @@ from msgspec import UNSET, UnsetType
 
 __all__ = [
     "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
-    "CompletionChoice", "CompletionLogprobs", "Delta", "ModelCard", "ModelList", "PromptTokensDetails", "Response", "TokenizeAnswer",
-    "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
+    "CompletionChoice", "CompletionLogprobs", "CompletionTokensDetails", "Delta", "ModelCard", "ModelList", "PromptTokensDetails",
+    "Response", "TokenizeAnswer", "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
 ]  # fmt: skip
 
 TokenIds: TypeAlias = tuple[int, ...] | UnsetType
@@ -24,11 +24,19 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
+    """Drafts of the model's own: completion tokens that had been guessed, and guesses that did not appear."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageCounts(msgspec.Struct, kw_only=True, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # where anything was drafted
 
 
 class TopLogprob(msgspec.Struct, kw_only=True, frozen=True):

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import sys
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results
 from engine.errors import BadSetting
-from engine.gate import Outcome, Plan, Runs, as_json, outcome, parse_history, table, write_json
+from engine.gate import Outcome, Plan, Runs, all_pass, modes_as_json, outcome, parse_history, table, write_json
 from engine.gate.machine import machine
 from engine.gate.process import serve_words, server_process
+from engine.gate.prompt import PromptIds
 from engine.gate.verdict import Arm
-from engine.settings import SETTINGS, add_flags, parse_decimal
+from engine.settings import SETTINGS, add_flags, parse_decimal, parse_depth
 
 __all__ = ["COMMAND"]
 
@@ -40,9 +42,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--null-pairs", dest="null_pairs", metavar="N", help="resident/resident pairs between them (one less than pairs)")
     parser.add_argument("--limit", metavar="PERCENT", help="loss a pair may have; the null spread if that is larger (0.15)")
     parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="tokens of an answer before the measured one (8)")
+    parser.add_argument("--draft-depth", dest="draft_depths", metavar="D[,D]", help="auto or 0 to 7, several one after another (0)")
     parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
     add_json(parser)
-    add_flags(parser, engine_flags("placement"))
+    add_flags(parser, engine_flags("placement", "draft_depth"))
     add_flags(parser, ("demo", "log_format"))
 
 
@@ -68,7 +71,32 @@ def _plan(invocation: Invocation) -> Plan:
     return Plan(engine=settings.engine, model=None if settings.demo else settings.model, **given)
 
 
-async def _gate(plan: Plan, target: Path | None, console: Console) -> Outcome:
+def _modes(plan: Plan, depths: object) -> list[Plan]:
+    """The plan at each depth of drafts. Raises BadSetting."""
+    if depths is None:
+        return [plan]
+    try:
+        parsed = [parse_depth(text.strip()) for text in str(depths).split(",")]
+    except ValueError as error:
+        raise BadSetting(f"--draft-depth must be {error}, or several separated by commas, not {depths!r}") from None
+    if len(set(parsed)) != len(parsed):
+        raise BadSetting(f"--draft-depth names a depth twice: {depths!r}")
+    return [replace(plan, engine=replace(plan.engine, draft_depth=depth)) for depth in parsed]
+
+
+async def _gate(modes: list[Plan], target: Path | None, console: Console) -> list[tuple[Plan, Outcome]]:
+    found = []
+    for plan in modes:
+        found.append((plan, *await _mode(plan, console)))
+        if target is not None:  # after each depth: an hour's measuring is not lost with the next one
+            facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
+            write_json(target, modes_as_json(found, facts))
+    return [(plan, judged) for plan, _, judged in found]
+
+
+async def _mode(plan: Plan, console: Console) -> tuple[PromptIds | None, Outcome]:
+    """All pairs of one depth."""
+
     def start(arm: Arm) -> AbstractAsyncContextManager[str]:
         return server_process(serve_words(plan, arm))
 
@@ -78,15 +106,11 @@ async def _gate(plan: Plan, target: Path | None, console: Console) -> Outcome:
         pairs = await runs.all()
     finally:
         bars.close()
-    found = outcome(plan, pairs)
-    if target is not None:
-        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
-        write_json(target, as_json(plan, runs.prompt, found, facts))
-    return found
+    return runs.prompt, outcome(plan, pairs)
 
 
 def _print(found: Outcome, plan: Plan, console: Console) -> None:
-    console.print(table(found))
+    console.print(table(found, plan))
     spread = "no null pair" if found.null_spread is None else f"null spread {found.null_spread:.3%}"
     equal = "all outputs equal" if found.outputs_equal else "OUTPUTS NOT ALL EQUAL"
     verdict = Text("pass" if found.passes else "FAIL", style="green" if found.passes else "bold red")
@@ -94,12 +118,17 @@ def _print(found: Outcome, plan: Plan, console: Console) -> None:
 
 
 def run(invocation: Invocation) -> int:
-    """Returns 0 when every pair passes, else 1. Raises BadSetting, ServerFailed."""
-    plan, target = _plan(invocation), json_target(invocation.options)
+    """Returns 0 when every pair of every depth passes, else 1. Raises BadSetting, ServerFailed."""
+    modes, target = _modes(_plan(invocation), invocation.options.get("draft_depths")), json_target(invocation.options)
     logs.configure(invocation.settings.server.log_format)
-    found = uvloop.run(_gate(plan, target, Console(file=sys.stderr)))
-    _print(found, plan, results())
-    return 0 if found.passes else 1
+    found = uvloop.run(_gate(modes, target, Console(file=sys.stderr)))
+    console = results()
+    for plan, judged in found:
+        _print(judged, plan, console)
+    passes = all_pass(found)
+    if not passes and all(judged.passes for _, judged in found):
+        console.print(Text("OUTPUTS DIFFER BETWEEN DEPTHS OF DRAFTS: FAIL", style="bold red"))
+    return 0 if passes else 1
 
 
 COMMAND = Command("gate", "offload against resident over the real server: equal outputs first, then speed", configure, run)

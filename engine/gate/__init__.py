@@ -18,11 +18,15 @@ Chosen
     (half a character), so the first event with tokens is the one whose tokens are taken off.
     Misses come from GET /statistics before and after the measured request: engine counts are exact and cost a request no field.
     Each process first gives one short answer: kernels are compiled then, not while the second token is awaited.
+    Depths of drafts are modes, one gate after another in one report: every mode must say the same text, and within a pair both runs must
+    have accepted the same drafts. A forced rate of acceptance is in the plan and over the table.
     A run that fails fails its pair and the next run goes on; a server that does not come up ends the gate, because no other would.
 """
 
 from engine.gate.plan import Plan, parse_history
-from engine.gate.report import Outcome, as_json, outcome, table, write_json
+from engine.gate.report import Outcome, all_pass, as_json, modes_as_json, outcome, table, write_json
 from engine.gate.runs import Runs, Start, Watch
 
-__all__ = ["Outcome", "Plan", "Runs", "Start", "Watch", "as_json", "outcome", "parse_history", "table", "write_json"]
+__all__ = [
+    "Outcome", "Plan", "Runs", "Start", "Watch", "all_pass", "as_json", "modes_as_json", "outcome", "parse_history", "table", "write_json",
+]  # fmt: skip

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from rich.text import Text
 
 from engine.gate.plan import Plan
 from engine.gate.prompt import PromptIds
-from engine.gate.verdict import Pair, Verdict, all_equal, judge, null_spread
+from engine.gate.verdict import Pair, Verdict, all_equal, judge, null_spread, tokens_a_step
 
-__all__ = ["Outcome", "as_json", "outcome", "table", "write_json"]
+__all__ = ["Outcome", "all_pass", "as_json", "depth_of", "modes_as_json", "outcome", "same_text", "table", "write_json"]
 
 _VERSION = 1
 
@@ -82,6 +83,35 @@ def as_json(plan: Plan, prompt: PromptIds | None, found: Outcome, machine: dict[
     }  # fmt: skip
 
 
+def modes_as_json(modes: Sequence[tuple[Plan, PromptIds | None, Outcome]], machine: dict[str, Any]) -> dict[str, Any]:
+    """One plan's JSON as it is; of several, each under its depth of drafts."""
+    if len(modes) == 1:
+        return as_json(*modes[0], machine)
+    return {
+        "version": _VERSION,
+        "passes": all_pass([(plan, found) for plan, _, found in modes]),
+        "modes": [{"draft_depth": depth_of(plan)} | as_json(plan, prompt, found, machine) for plan, prompt, found in modes],
+        "machine": machine,
+    }
+
+
+def depth_of(plan: Plan) -> int | str:
+    """The depth of drafts a plan measures."""
+    return "auto" if plan.engine.draft_depth is None else plan.engine.draft_depth
+
+
+def same_text(modes: Sequence[tuple[Plan, Outcome]]) -> bool:
+    """Whether every mode said the same: drafts change no token. Where acceptance is forced they do, and nothing is compared."""
+    free = [found for plan, found in modes if not plan.engine.force_accept_rate]
+    runs = [run for found in free for pair in (*(verdict.pair for verdict in found.verdicts), *found.nulls) for run in pair.runs]
+    return len({run.sha256 for run in runs if not run.error}) <= 1
+
+
+def all_pass(modes: Sequence[tuple[Plan, Outcome]]) -> bool:
+    """Whether every mode passes and all said the same."""
+    return same_text(modes) and all(found.passes for _, found in modes)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all. Raises OSError."""
     aside = path.with_name(path.name + ".part")
@@ -98,10 +128,13 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.3%}"
 
 
-def table(found: Outcome) -> Table:
+def table(found: Outcome, plan: Plan) -> Table:
     """A row a pair, null pairs below."""
-    drawn = Table(title="offload against resident", title_justify="left")
-    for title in ("pair", "resident tok/s", "offload tok/s", "loss", "added us/step", "misses", "output", "verdict"):
+    title = f"offload against resident, draft depth {depth_of(plan)}"
+    if plan.engine.force_accept_rate:
+        title += f" (acceptance forced to {plan.engine.force_accept_rate:g}: the text means nothing)"
+    drawn = Table(title=title, title_justify="left")
+    for title in ("pair", "resident tok/s", "offload tok/s", "loss", "added us/step", "misses", "tokens/step", "output", "verdict"):
         drawn.add_column(title, justify="left" if title in ("pair", "output", "verdict") else "right", overflow="fold")
     for verdict in found.verdicts:
         pair = verdict.pair
@@ -110,12 +143,13 @@ def table(found: Outcome) -> Table:
         note = "" if verdict.counts or verdict.miss_rate is None else "; does not count: misses outside 0.5-5%"
         drawn.add_row(
             f"{pair.number} ({order})", f"{pair.reference.tokens_per_second:.3f}", f"{pair.measured.tokens_per_second:.3f}",
-            _share(verdict.loss), added, _share(verdict.miss_rate), "equal" if pair.equal else "DIFFERS",
+            _share(verdict.loss), added, _share(verdict.miss_rate), f"{tokens_a_step(pair.measured):.2f}",
+            "equal" if pair.equal else "DIFFERS",
             Text(("pass: " if verdict.passes else "FAIL: ") + verdict.reason + note, style="green" if verdict.passes else "bold red"),
         )  # fmt: skip
     for pair in found.nulls:
         first, second = (f"{run.tokens_per_second:.3f}" for run in pair.runs)
         spread = "-" if pair.failed else _share(null_spread([pair]))
         said = Text(pair.failed or "both resident", style="bold red" if pair.failed else "")
-        drawn.add_row(f"null {pair.number}", first, second, spread, "", "", "equal" if pair.equal else "DIFFERS", said)
+        drawn.add_row(f"null {pair.number}", first, second, spread, "", "", "", "equal" if pair.equal else "DIFFERS", said)
     return drawn

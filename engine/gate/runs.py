@@ -72,11 +72,11 @@ async def _ask(client: aiohttp.ClientSession, body: dict[str, Any], watch: Calla
     return reader
 
 
-async def _statistics(client: aiohttp.ClientSession) -> dict[str, int]:
+async def _statistics(client: aiohttp.ClientSession) -> dict[str, Any]:
     async with client.get("/statistics") as response:
         if response.status != 200:
             raise RunFailed(f"/statistics answered {response.status}: {await said_of(response)}")
-        found: dict[str, int] = await response.json()
+        found: dict[str, Any] = await response.json()
         return found
 
 
@@ -147,5 +147,11 @@ class Runs:
             arm=arm, sha256=answer.sha256, tokens_per_second=answer.tokens_per_second, prompt_tokens=answer.prompt_tokens,
             completion_tokens=len(answer.token_ids), first_event_tokens=answer.first_event_tokens, first_token_s=answer.first_token_s,
             decode_s=answer.decode_s, hits=after["hits"] - before["hits"], misses=after["misses"] - before["misses"],
-            ring_reads=after["ring_reads"] - before["ring_reads"],
+            ring_reads=after["ring_reads"] - before["ring_reads"], drafts_proposed=_more(before, after, "drafts_proposed"),
+            drafts_accepted=_more(before, after, "drafts_accepted"),
         )  # fmt: skip
+
+
+def _more(before: dict[str, Any], after: dict[str, Any], name: str) -> tuple[int, ...]:
+    """How much each count of a list has grown."""
+    return tuple(now - then for then, now in zip(before[name], after[name], strict=True))

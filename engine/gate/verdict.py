@@ -3,7 +3,7 @@
 Pure functions of runs. Knows no server.
 
 Invariants:
-1. Outputs are compared before speed: a pair whose outputs differ fails whatever its speed.
+1. Outputs are compared before speed: a pair whose outputs differ, or that did not accept the same drafts, fails whatever its speed.
 2. Every pair is judged by itself; none is dropped and none is averaged.
 3. Nothing that is not a number passes.
 """
@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Arm", "Pair", "Run", "Verdict", "added_us_a_step", "all_equal", "judge", "loss", "miss_rate", "null_spread", "order"]
+__all__ = [
+    "Arm", "Pair", "Run", "Verdict", "added_us_a_step", "all_equal", "judge", "loss", "miss_rate", "null_spread", "order", "tokens_a_step",
+]  # fmt: skip
 
 Arm = Literal["resident", "offload"]
 _MISS_RATES_THAT_COUNT = (0.005, 0.05)
@@ -33,6 +35,8 @@ class Run:
     hits: int = 0  # of the measured request alone
     misses: int = 0
     ring_reads: int = 0
+    drafts_proposed: tuple[int, ...] = ()  # by place in their run, the first draft of a step first
+    drafts_accepted: tuple[int, ...] = ()
     error: str = ""
 
 
@@ -95,9 +99,15 @@ def loss(reference: float, measured: float) -> float:
     return 1.0 - measured / reference
 
 
-def added_us_a_step(reference: float, measured: float) -> float:
-    """Microseconds a step that `measured` takes longer; both in tokens/s, one token a step."""
-    return 1e6 * (1.0 / measured - 1.0 / reference)
+def added_us_a_step(reference: float, measured: float, tokens_a_step: float = 1.0) -> float:
+    """Microseconds a step that `measured` takes longer; both in tokens/s."""
+    return 1e6 * (1.0 / measured - 1.0 / reference) * tokens_a_step
+
+
+def tokens_a_step(run: Run) -> float:
+    """1 and the drafts that were accepted."""
+    accepted = sum(run.drafts_accepted)
+    return run.completion_tokens / (run.completion_tokens - accepted) if accepted < run.completion_tokens else 1.0
 
 
 def miss_rate(run: Run) -> float | None:
@@ -122,13 +132,17 @@ def judge(pair: Pair, limit: float, spread: float) -> Verdict:
     least, most = _MISS_RATES_THAT_COUNT
     counts = misses is not None and least <= misses <= most
     allowed = max(limit, spread)
+    drafts = [(run.drafts_proposed, run.drafts_accepted) for run in pair.runs]
     if not pair.equal:
         passes, reason = False, "the outputs differ"
+    elif drafts[0] != drafts[1]:
+        passes, reason = False, "the drafts differ"
     elif lost <= allowed:
         passes, reason = True, f"loss {lost:.3%} <= {allowed:.3%}"
     else:
         passes, reason = False, f"loss {lost:.3%} > {allowed:.3%}"
-    return Verdict(pair, passes, reason, lost, added_us_a_step(reference, measured), misses, counts)
+    added = added_us_a_step(reference, measured, tokens_a_step(pair.measured))
+    return Verdict(pair, passes, reason, lost, added, misses, counts)
 
 
 def all_equal(pairs: Sequence[Pair]) -> bool:

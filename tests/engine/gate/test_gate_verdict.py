@@ -8,9 +8,9 @@ from rich.console import Console
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
-from engine.gate import Plan, as_json, outcome, parse_history, table, write_json
+from engine.gate import Outcome, Plan, all_pass, as_json, modes_as_json, outcome, parse_history, table, write_json
 from engine.gate.prompt import PromptIds
-from engine.gate.verdict import Arm, Pair, Run, added_us_a_step, judge, loss, miss_rate, null_spread, order
+from engine.gate.verdict import Arm, Pair, Run, added_us_a_step, judge, loss, miss_rate, null_spread, order, tokens_a_step
 from engine.protocol import SyntheticHistory
 
 NAN = float("nan")
@@ -149,7 +149,7 @@ def test_one_bad_pair_fails_the_gate_and_all_are_reported(tmp_path: Path) -> Non
     assert written["prompt"]["tokens"] == 2
     assert list(tmp_path.iterdir()) == [target]
     console = Console(record=True, width=160)
-    console.print(table(found))
+    console.print(table(found, PLAN))
     drawn = console.export_text()
     assert "1 (A B)" in drawn
     assert "2 (B A)" in drawn
@@ -180,3 +180,40 @@ def test_bad_plans(name: str, value: float) -> None:
     """A plan that could measure nothing names its flag."""
     with pytest.raises(BadSetting, match=f"--{name.replace('_', '-')}"):
         Plan(engine=EngineConfig(), model="m", **{name: value})  # type: ignore[arg-type]
+
+
+def drafted(arm: Arm, accepted: tuple[int, ...], sha256: str = "a") -> Run:
+    return Run(arm, sha256, 100.0, completion_tokens=101, drafts_proposed=(40, 30), drafts_accepted=accepted)
+
+
+def test_a_pair_must_have_accepted_the_same_drafts() -> None:
+    """Equal outputs at equal speed fail where one run accepted other drafts than the other."""
+    assert judge(Pair(1, False, (drafted("resident", (30, 20)), drafted("offload", (30, 20)))), 0.1, 0.0).passes
+    found = judge(Pair(1, False, (drafted("resident", (30, 20)), drafted("offload", (31, 19)))), 0.1, 0.0)
+    assert not found.passes
+    assert found.reason == "the drafts differ"
+
+
+def test_microseconds_a_step_count_steps_not_tokens() -> None:
+    """With as many accepted drafts as steps, a step's addition is twice a token's."""
+    run = Run("offload", "a", 50.0, completion_tokens=100, drafts_accepted=(30, 20))
+    assert tokens_a_step(run) == pytest.approx(2.0)
+    assert added_us_a_step(100.0, 50.0, tokens_a_step(run)) == pytest.approx(20_000.0)
+    assert tokens_a_step(Run("offload")) == 1.0
+
+
+def test_depths_must_say_the_same_unless_acceptance_is_forced() -> None:
+    """Two depths whose texts differ fail together though each passes alone; with forced acceptance each stands for itself."""
+
+    def mode(depth: int, sha256: str, forced: float = 0.0) -> tuple[Plan, Outcome]:
+        plan = Plan(engine=EngineConfig(draft_depth=depth, force_accept_rate=forced), model="m", null_pairs=0)
+        return plan, outcome(plan, [Pair(1, False, (drafted("resident", (1, 0), sha256), drafted("offload", (1, 0), sha256)))])
+
+    assert all_pass([mode(0, "a"), mode(3, "a")])
+    assert mode(3, "b")[1].passes
+    assert not all_pass([mode(0, "a"), mode(3, "b")])
+    assert all_pass([mode(0, "a"), mode(3, "b", 0.65)])
+    written = modes_as_json([(plan, None, found) for plan, found in (mode(0, "a"), mode(3, "b"))], {})
+    assert [one["draft_depth"] for one in written["modes"]] == [0, 3]
+    assert not written["passes"]
+    assert "modes" not in modes_as_json([(mode(0, "a")[0], None, mode(0, "a")[1])], {})
