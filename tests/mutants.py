@@ -241,8 +241,8 @@ def snapshot_inside_a_block() -> None:
     """A step takes rows of a half-flushed block from RAM, where a later copy may be writing them."""
     real = kernels.verify.reference.spread_rows
 
-    def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
-        real(table, place_of, positions, tokens, mirrored)
+    def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor, *rest: Tensor) -> None:
+        real(table, place_of, positions, tokens, mirrored, *rest)
         mirrored.copy_(state_values(table, StateField.MIRRORED))
 
     kernels.verify.reference.spread_rows = spread_rows

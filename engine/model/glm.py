@@ -68,10 +68,10 @@ class Model:
         local = tuple(tuple(layer - self.first_layer for layer in group) for group in whole)
         return local if self.mtp is None else (*local, (len(self.layers),))
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Embedding rows [T, H] of token ids, int64 [T], each below the vocabulary."""
+    def embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Embedding rows [T, H] of token ids, int64 [T], each below the vocabulary; into `out` if given."""
         assert self.embedding is not None, "this stage has no embedding"
-        return self.embedding.index_select(0, ids)
+        return torch.index_select(self.embedding, 0, ids, out=out)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE table (cos, sin), each [T, Dr / 2] in the model's dtype, of positions, int64 [T]."""

@@ -12,14 +12,13 @@ Source: model.md, section 3.
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.layer import LayerWeights
 from engine.model.weights import WeightReader
 from kernels.linear import linear
-from kernels.norm import rms_norm
+from kernels.norm import join_norms, rms_norm
 
 __all__ = ["MtpWeights"]
 
@@ -53,9 +52,7 @@ class MtpWeights:
 
         Hidden states may come in float32, as they are kept: they are values of the model's dtype, so the cast is exact.
         """
-        first = rms_norm(embedded, self.embedding_norm, self.norm_eps)
-        second = rms_norm(hidden.to(embedded.dtype), self.hidden_norm, self.norm_eps)
-        return linear(torch.cat((first, second), dim=-1), self.join)
+        return linear(join_norms(embedded, self.embedding_norm, hidden, self.hidden_norm, self.norm_eps), self.join)
 
     def final_norm(self, y: Tensor) -> Tensor:
         """What the main head reads for a draft, and the hidden state of the next chained row. [T, H]"""

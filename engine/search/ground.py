@@ -183,8 +183,8 @@ class Life:
         self.written.salts = seen
         self._place_of.fill_(-1)
         self._place_of[:rows] = 0
-        one = torch.zeros(1, dtype=torch.int32)
-        spread_rows(self._table.tensor, one, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), self._mirrored)
+        position, token, judged, bad_layer = torch.zeros((4, 1), dtype=torch.int64)
+        spread_rows(self._table.tensor, torch.zeros(1, dtype=torch.int32), position, token, self._mirrored, judged, bad_layer)
         begin_round(self._table.tensor)
 
     def _write(self, first: int, rows: int) -> None:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["layer_norm", "rms_norm", "rms_scaled"]
+__all__ = ["join_norms", "layer_norm", "rms_norm", "rms_scaled"]
 
 
 @triton.jit
@@ -47,6 +47,24 @@ def _layer(x, weight, bias, out, x_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.c
     tl.store(out + row * WIDTH + column, shifted.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _join(
+    first, first_weight, second, second_weight, out, first_stride, second_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    half = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    kind = out.dtype.element_ty
+    if half == 0:
+        given = tl.load(first + row * first_stride + column, mask=inside, other=0.0)
+        weights = tl.load(first_weight + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        given = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(kind)
+        weights = tl.load(second_weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (2 * row + half) * WIDTH + column, rms_scaled(given, weights, eps, WIDTH).to(kind), mask=inside)
+
+
 def _rows(x: Tensor) -> Tensor:
     """`x` as [rows, width] whose values lie side by side; a copy only where they do not."""
     flat = x.reshape(-1, x.shape[-1])
@@ -79,8 +97,32 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return out
 
 
+def join_norms(first: Tensor, first_weight: Tensor, second: Tensor, second_weight: Tensor, eps: float) -> Tensor:
+    """See the package page. One launch; capturable."""
+    rows, width = first.shape
+    first, second = _rows(first), _rows(second)
+    out = torch.empty((rows, 2 * width), dtype=first.dtype, device=first.device)
+    block = triton.next_power_of_2(width)
+    if rows:
+        _join[(rows, 2)](
+            first, first_weight.contiguous(), second, second_weight.contiguous(), out, first.stride(0), second.stride(0), eps,
+            WIDTH=width, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+    return out
+
+
 _HIDDEN = {"x": "*bf16", "out": "*bf16", "weight": "*bf16", "x_stride": "i32", "eps": "fp32"}
+_PAIR = dict.fromkeys(("first", "first_weight", "second_weight", "out"), "*bf16") | {"eps": "fp32"}
+_PAIR |= {"first_stride": "i32", "second_stride": "i32", "WIDTH": 6144, "BLOCK": 8192, "num_warps": 16}
 COMPILE = [
+    (_join, _PAIR | {"second": "*fp32"}),
+    (_join, _PAIR | {"second": "*bf16"}),
+    (
+        _join,
+        _PAIR
+        | dict.fromkeys(("first", "first_weight", "second", "second_weight", "out"), "*fp32")
+        | {"WIDTH": 48, "BLOCK": 64, "num_warps": 1},
+    ),
     (_rms, _HIDDEN | {"WIDTH": 6144, "BLOCK": 8192, "num_warps": 16}),
     (_rms, _HIDDEN | {"x": "*fp32", "WIDTH": 512, "BLOCK": 512, "num_warps": 1}),
     (_layer, _HIDDEN | {"bias": "*bf16", "WIDTH": 128, "BLOCK": 128, "num_warps": 1}),

@@ -24,13 +24,17 @@ def rope_frequencies(theta: float, width: int) -> Tensor:
 
 
 def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles: once a step, in torch on every device.
+    """Cosine and sine of each position's angles, of float32 angles in float32, then rounded to dtype: once a step.
 
     positions    [rows]             int64
     frequencies  [width / 2]        float32  same device
     returns      [rows, width / 2]  dtype    cosines, then sines
     """
-    return reference.rope_table(positions, frequencies, dtype)
+    if on_cpu("rope_table", positions):
+        return reference.rope_table(positions, frequencies, dtype)
+    from kernels.rope import kernel
+
+    return kernel.rope_table(positions, frequencies, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

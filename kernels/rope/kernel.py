@@ -1,18 +1,28 @@
 """Rotary positions on a device: the values of some rows of x, all pairs, in one launch.
 
-Knows no table's making: angles come from torch once a step, in the reference's order.
-
-Invariant: a value is the reference's to the bit for float32 (no fused multiply-add), and rounds each product as torch does otherwise.
+Invariants:
+1. A rotated value is the reference's to the bit for float32 (no fused multiply-add), and rounds each product as torch does otherwise.
+2. An angle is the reference's float32 product. Its sine and cosine are computed in float64 with plain multiplications and additions, so
+   they are correctly rounded to float32 but for what lies within 1e-7 of a tie, and are the same bits on every card; no card's own
+   approximation, good or bad at a million radians, has a part in it.
 """
+
+from fractions import Fraction
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["rotate", "rotate_first", "turned"]
+__all__ = ["rope_table", "rotate", "rotate_first", "turned"]
 
 _HEADS_BLOCK = 8
+_QUARTER = Fraction("3.14159265358979323846264338327950288419716939937510") / 2  # of a turn
+_HEAD = Fraction(int(_QUARTER * 2**27), 2**27)  # 28 bits: a multiple of it below 2^25 is exact in float64
+HEAD = tl.constexpr(float(_HEAD))
+TAIL = tl.constexpr(float(_QUARTER - _HEAD))
+QUARTERS = tl.constexpr(float(1 / _QUARTER))
+_TERMS = 8  # of either series: the first one left out is below 1e-15 at an eighth of a turn
 
 
 @triton.jit
@@ -47,6 +57,43 @@ def _rotate(
     tl.store(to_out + 1, second, mask=inside)
 
 
+@triton.jit
+def _table(positions, frequencies, cos, sin, PAIRS: tl.constexpr, BLOCK: tl.constexpr, TERMS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    known = pair < PAIRS
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + pair, mask=known, other=0.0)
+    wide = angle.to(tl.float64)
+    quarters = tl.floor(wide * QUARTERS + 0.5)
+    rest = (wide - quarters * HEAD) - quarters * TAIL  # within an eighth of a turn
+    square = rest * rest
+    even = square * 0.0 + 1.0
+    odd = even
+    for term in tl.static_range(TERMS):  # n = 2 * TERMS, ..., 4, 2: the innermost term first
+        even = 1.0 - square * (1.0 / ((2 * TERMS - 2 * term) * (2 * TERMS - 2 * term - 1))) * even
+        odd = 1.0 - square * (1.0 / ((2 * TERMS - 2 * term) * (2 * TERMS - 2 * term + 1))) * odd
+    odd = rest * odd
+    quadrant = quarters.to(tl.int64) & 3
+    swapped = (quadrant & 1) == 1
+    cosine = tl.where(swapped, odd, even)
+    sine = tl.where(swapped, even, odd)
+    cosine = tl.where((quadrant == 1) | (quadrant == 2), -cosine, cosine)
+    sine = tl.where(quadrant >= 2, -sine, sine)
+    kind = cos.dtype.element_ty
+    tl.store(cos + row * PAIRS + pair, cosine.to(tl.float32).to(kind), mask=known)
+    tl.store(sin + row * PAIRS + pair, sine.to(tl.float32).to(kind), mask=known)
+
+
+def rope_table(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See the package page. One launch; capturable."""
+    rows, pairs = positions.shape[0], frequencies.shape[0]
+    cos, sin = (torch.empty((rows, pairs), dtype=dtype, device=positions.device) for _ in range(2))
+    if rows:
+        block = triton.next_power_of_2(pairs)
+        _table[(rows,)](positions.contiguous(), frequencies, cos, sin, pairs, block, _TERMS, num_warps=1, enable_fp_fusion=False)
+    return cos, sin
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See the package page."""
     rows, width = x.shape[0], x.shape[-1]
@@ -76,9 +123,12 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     )  # fmt: skip
 
 
+_TABLE = {"positions": "*i64", "frequencies": "*fp32", "TERMS": _TERMS, "num_warps": 1}
 COMPILE = [
     (_rotate, {
         "x": "*bf16", "cos": "*bf16", "sin": "*bf16", "out": "*bf16", "heads": "i32", "x_row": "i32", "x_head": "i32", "x_value": 1,
         "out_row": "i32", "out_head": "i32", "t_row": "i32", "PAIRS": 32, "HEADS": _HEADS_BLOCK, "BLOCK": 32, "num_warps": 1,
     }),
+    (_table, _TABLE | {"cos": "*bf16", "sin": "*bf16", "PAIRS": 32, "BLOCK": 32}),
+    (_table, _TABLE | {"cos": "*fp32", "sin": "*fp32", "PAIRS": 4, "BLOCK": 4}),
 ]  # fmt: skip

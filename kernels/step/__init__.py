@@ -1,4 +1,4 @@
-"""The hidden states that a decode step reads and keeps, through the step table. Its rows are `kernels/verify`'s.
+"""The hidden states that a decode step reads and keeps, through the step table, and its logits. Its rows are `kernels/verify`'s.
 
 `reference.py` is the definition, `kernel.py` the same on a device. No host value passes through here, so a captured step replays unchanged.
 """
@@ -8,14 +8,14 @@ from torch import Tensor
 from kernels.place import on_cpu
 from kernels.step import reference
 
-__all__ = ["load_hidden", "store_hidden"]
+__all__ = ["keep_logits", "load_hidden", "store_hidden"]
 
 
 def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor) -> None:
     """Read the hidden state of the row before each row; zeros for position 0 and free places.
 
     positions  [T]          int64  device
-    out        [T, hidden]  f32    device  contiguous; written in full
+    out        [T, hidden]  float  device  contiguous; written in full, rounded to its dtype
     """
     assert out.is_contiguous(), "out is not contiguous"
     if on_cpu("load_hidden", out):
@@ -30,7 +30,7 @@ def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Ten
     """Keep each row's state after the final norm; rows of free places are not kept.
 
     positions  [T]          int64  device  positions of one place lie within HIDDEN_ROWS of one another
-    hidden     [T, hidden]  f32    device
+    hidden     [T, hidden]  float  device  kept in float32
     """
     if on_cpu("store_hidden", hidden):
         reference.store_hidden(table, place_of, positions, hidden)
@@ -38,3 +38,21 @@ def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Ten
         from kernels.step import kernel
 
         kernel.store_hidden(table, place_of, positions, hidden)
+
+
+def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> None:
+    """Keep logits in float32, and note rows whose logits are not finite.
+
+    logits     [T, V]  float  device
+    out        [T, V]  f32    device  contiguous; written in full
+    bad_layer  [T]     int64  device  becomes `layer` where it was negative and the row is not finite
+    """
+    assert out.shape == logits.shape, f"{tuple(out.shape)} for logits of {tuple(logits.shape)}"
+    assert out.is_contiguous(), "out is not contiguous"
+    assert bad_layer.shape == logits.shape[:1], f"{tuple(bad_layer.shape)} flags for {logits.shape[0]} rows"
+    if on_cpu("keep_logits", out):
+        reference.keep_logits(logits, out, bad_layer, layer)
+    else:
+        from kernels.step import kernel
+
+        kernel.keep_logits(logits, out, bad_layer, layer)

@@ -1,4 +1,4 @@
-"""Hidden states of rows on a device: a tile a program.
+"""Hidden states and logits of rows on a device: a tile a program.
 
 Bytes: 24 KiB a row at 6,144 values, read and written once.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.layout import HIDDEN_ROWS, TableField, TableLayout
 
-__all__ = ["load_hidden", "store_hidden"]
+__all__ = ["keep_logits", "load_hidden", "store_hidden"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 HIDDEN = tl.constexpr(TableField.HIDDEN)
@@ -33,7 +33,7 @@ def _load_hidden(table, place_of, positions, out, FIELDS: tl.constexpr, WIDTH: t
     present = live & (position > 0)
     kept = tl.load(fields + HIDDEN, mask=present, other=0).to(FLOAT32) + tl.where(present, (position - 1) % H_ROWS, 0) * WIDTH
     x = tl.load(tl.multiple_of(kept, ALIGNED) + column, mask=present & (column < WIDTH), other=0)
-    tl.store(out + row.to(tl.int64) * WIDTH + column, x, mask=column < WIDTH)
+    tl.store(out + row.to(tl.int64) * WIDTH + column, x.to(out.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit
@@ -42,12 +42,26 @@ def _store_hidden(table, place_of, positions, hidden, FIELDS: tl.constexpr, WIDT
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     position = tl.load(positions + row)
     fields, live = _live_fields(table, tl.load(place_of + row), True, FIELDS)
-    x = tl.load(hidden + row.to(tl.int64) * WIDTH + column, mask=live & (column < WIDTH), other=0)
+    x = tl.load(hidden + row.to(tl.int64) * WIDTH + column, mask=live & (column < WIDTH), other=0).to(tl.float32)
     kept = tl.load(fields + HIDDEN, mask=live, other=0).to(FLOAT32) + tl.where(live, position % H_ROWS, 0) * WIDTH
     tl.store(tl.multiple_of(kept, ALIGNED) + column, x, mask=live & (column < WIDTH))
 
 
+@triton.jit
+def _keep_logits(logits, out, bad_layer, logits_stride, layer, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < WIDTH
+    x = tl.load(logits + row * logits_stride + column, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, x, mask=inside)
+    infinite = tl.sum(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32))
+    first = tl.load(bad_layer + row)
+    # Several programs of a row may find it broken: they store the same value, and none that sees it stores another.
+    tl.store(bad_layer + row, first * 0 + layer, mask=(infinite > 0) & (first < 0))
+
+
 HIDDEN_TILE = 1024
+LOGITS_TILE = 2048
 
 
 def _alignment(width: int) -> int:
@@ -72,9 +86,23 @@ def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Ten
         _store_hidden[grid](table, place_of, positions, hidden, table.shape[1], width, _alignment(width), HIDDEN_TILE)
 
 
+def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> None:
+    """See kernels/step. One launch; capturable."""
+    rows, width = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    if rows:
+        grid = (rows, triton.cdiv(width, LOGITS_TILE))
+        _keep_logits[grid](logits, out, bad_layer, logits.stride(0), layer, width, LOGITS_TILE)
+
+
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": TableLayout(22).fields}
 _HIDDEN = {**_TABLE, "positions": "*i64", "WIDTH": 6144, "ALIGNED": 16, "TILE": HIDDEN_TILE}
+_LOGITS = {"out": "*fp32", "bad_layer": "*i64", "logits_stride": "i32", "layer": "i32", "WIDTH": 154880, "TILE": LOGITS_TILE}
 COMPILE = [
-    (_load_hidden, {**_HIDDEN, "out": "*fp32"}),
-    (_store_hidden, {**_HIDDEN, "hidden": "*fp32"}),
+    (_load_hidden, {**_HIDDEN, "out": "*bf16"}),
+    (_load_hidden, {**_HIDDEN, "out": "*fp32", "WIDTH": 48}),
+    (_store_hidden, {**_HIDDEN, "hidden": "*bf16"}),
+    (_store_hidden, {**_HIDDEN, "hidden": "*fp32", "WIDTH": 48}),
+    (_keep_logits, {**_LOGITS, "logits": "*bf16"}),
+    (_keep_logits, {**_LOGITS, "logits": "*fp32", "WIDTH": 96, "layer": 1}),  # Triton makes a constant of an argument that is 1
 ]

@@ -1,4 +1,4 @@
-"""Hidden states of rows, defined in torch over real addresses (CPU).
+"""Hidden states and logits of rows, defined in torch over real addresses (CPU).
 
 Invariant: a padding row (place -1, or free) reads zeros and writes nothing.
 Source: design, sections 7 and 10.
@@ -10,13 +10,13 @@ from torch import Tensor
 from kernels.address import tensor_at
 from kernels.layout import HIDDEN_ROWS, TableField
 
-__all__ = ["load_hidden", "store_hidden"]
+__all__ = ["keep_logits", "load_hidden", "store_hidden"]
 
 
 def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor) -> None:
     """Read the hidden state of the row before each row; zeros for position 0 and free places.
 
-    out  [T, hidden]  f32  device  written in full
+    out  [T, hidden]  float  device  written in full
     """
     out.zero_()
     for row, (place, position) in enumerate(zip(place_of.tolist(), positions.tolist(), strict=True)):
@@ -28,9 +28,16 @@ def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor)
 def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Tensor) -> None:
     """Keep each row's state after the final norm.
 
-    hidden  [T, hidden]  f32  device
+    hidden  [T, hidden]  float  device
     """
     for row, (place, position) in enumerate(zip(place_of.tolist(), positions.tolist(), strict=True)):
         if place >= 0 and int(table[place, TableField.ROWS]) > 0:
             kept = tensor_at(int(table[place, TableField.HIDDEN]), (HIDDEN_ROWS, hidden.shape[1]), torch.float32)
             kept[position % HIDDEN_ROWS] = hidden[row]
+
+
+def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> None:
+    """Copy, check, flag; see the package page."""
+    out.copy_(logits)
+    bad = ~torch.isfinite(out).all(-1)
+    bad_layer.copy_(torch.where(bad & (bad_layer < 0), layer, bad_layer))

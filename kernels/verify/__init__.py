@@ -16,7 +16,9 @@ from kernels.verify import reference
 __all__ = ["accept_rows", "keep_drafts", "spread_rows"]
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
+def spread_rows(
+    table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor, judged: Tensor, bad_layer: Tensor
+) -> None:  # fmt: skip
     """Name every row of a step: its place, where it stands, what it feeds. All outputs are written in full.
 
     table      [places, fields]  int64  device
@@ -24,15 +26,17 @@ def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tens
     positions  [places * R]      int64  device  LOGICAL + j; 0 for padding
     tokens     [places * R]      int64  device  TOKEN or a draft; 0 for padding
     mirrored   [places]          int64  device  the step's snapshot of MIRRORED, whole blocks; 0 for free places
+    judged     [places]          int64  device  drafts among its rows
+    bad_layer  [places * R]      int64  device  -1: nothing is known to be broken
     """
     assert place_of.shape[0] % table.shape[0] == 0, f"{place_of.shape[0]} rows for {table.shape[0]} places"
     assert place_of.shape[0] <= (DRAFTS_MAX + 1) * table.shape[0], f"at most {DRAFTS_MAX + 1} rows a place"
     if on_cpu("spread_rows", table):
-        reference.spread_rows(table, place_of, positions, tokens, mirrored)
+        reference.spread_rows(table, place_of, positions, tokens, mirrored, judged, bad_layer)
     else:
         from kernels.verify import kernel
 
-        kernel.spread_rows(table, place_of, positions, tokens, mirrored)
+        kernel.spread_rows(table, place_of, positions, tokens, mirrored, judged, bad_layer)
 
 
 def accept_rows(

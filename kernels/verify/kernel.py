@@ -28,13 +28,14 @@ COUNTS = tl.constexpr(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _spread_rows(table, place_of, positions, tokens, mirrored, FIELDS: tl.constexpr, EACH: tl.constexpr):
+def _spread_rows(table, place_of, positions, tokens, mirrored, judged, bad_layer, FIELDS: tl.constexpr, EACH: tl.constexpr):
     place = tl.program_id(0)
     fields = table + place.to(tl.int64) * FIELDS
     rows = tl.load(fields + ROWS)
     busy = rows > 0
     state = tl.load(fields + STATE, mask=busy, other=0).to(INT64)
     drafts = tl.minimum(tl.load(state + DRAFT_COUNT, mask=busy, other=0), rows - 1)
+    drafts = tl.minimum(drafts, EACH - 1)
     row = tl.arange(0, TILE)
     inside = row < EACH
     live = inside & busy & (row <= drafts)
@@ -44,6 +45,8 @@ def _spread_rows(table, place_of, positions, tokens, mirrored, FIELDS: tl.conste
     tl.store(place_of + out, tl.where(live, place, -1), mask=inside)
     tl.store(positions + out, tl.where(live, position, 0), mask=inside)
     tl.store(tokens + out, token, mask=inside)
+    tl.store(bad_layer + out, tl.full((TILE,), -1, tl.int64), mask=inside)
+    tl.store(judged + place, tl.where(busy, drafts, 0))
     tl.store(mirrored + place, tl.load(state + MIRRORED, mask=busy, other=0) // B_ROWS * B_ROWS)
 
 
@@ -102,10 +105,13 @@ def _keep_drafts(table, drafts, ends, ends_count, FIELDS: tl.constexpr, WIDTH: t
         tl.store(state + DRAFTS + column - 1, tl.where(column <= count, draft, 0), mask=column > 0)
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
+def spread_rows(
+    table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor, judged: Tensor, bad_layer: Tensor
+) -> None:  # fmt: skip
     """See kernels/verify."""
     places, fields = table.shape
-    _spread_rows[(places,)](table, place_of, positions, tokens, mirrored, fields, place_of.shape[0] // places, num_warps=1)
+    each = place_of.shape[0] // places
+    _spread_rows[(places,)](table, place_of, positions, tokens, mirrored, judged, bad_layer, fields, each, num_warps=1)
 
 
 def accept_rows(
@@ -127,9 +133,10 @@ def keep_drafts(table: Tensor, drafts: Tensor, ends: Tensor) -> None:
 
 _TABLE = {"table": "*i64", "FIELDS": TableLayout(22).fields, "num_warps": 1}
 _JUDGED = {"place_of": "*i32", "tokens": "*i64", "samples": "*i64", "bad_layer": "*i64", "output_counts": "*i64", "accepted": "*i64"}
+_SPREAD = {"place_of": "*i32"} | dict.fromkeys(("positions", "tokens", "mirrored", "judged", "bad_layer"), "*i64")
 COMPILE = [
-    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "mirrored": "*i64", "EACH": 4}),
-    (_spread_rows, _TABLE | {"place_of": "*i32", "positions": "*i64", "tokens": "*i64", "mirrored": "*i64", "EACH": 1}),
+    (_spread_rows, _TABLE | _SPREAD | {"EACH": 4}),
+    (_spread_rows, _TABLE | _SPREAD | {"EACH": 1}),
     (_accept_rows, _TABLE | _JUDGED | {"next_of": "*i32", "EACH": 4}),
     (_accept_rows, _TABLE | _JUDGED | {"next_of": "*i32", "EACH": 1}),
     (_keep_drafts, _TABLE | {"drafts": "*i64", "ends": "*i64", "ends_count": "i32", "WIDTH": 3, "ENDS_TILE": 4}),

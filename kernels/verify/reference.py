@@ -24,15 +24,20 @@ def _busy(table: Tensor) -> list[tuple[int, int, Tensor]]:
     return [(place, rows[place], tensor_at(states[place], (STATE_FIELDS,), torch.int64)) for place in range(len(rows)) if rows[place] > 0]
 
 
-def spread_rows(table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor) -> None:
+def spread_rows(
+    table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor, judged: Tensor, bad_layer: Tensor
+) -> None:  # fmt: skip
     each = place_of.shape[0] // table.shape[0]
     place_of.fill_(-1)
     positions.zero_()
     tokens.zero_()
     mirrored.zero_()
+    judged.zero_()
+    bad_layer.fill_(-1)
     for place, rows, state in _busy(table):
         mirrored[place] = state[StateField.MIRRORED] // BLOCK_ROWS * BLOCK_ROWS
         drafts = min(int(state[StateField.DRAFT_COUNT]), rows - 1, each - 1)
+        judged[place] = drafts
         first = place * each
         for j in range(drafts + 1):
             place_of[first + j] = place

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.norm import layer_norm, rms_norm
+from kernels.norm import join_norms, layer_norm, rms_norm
 
 WIDTHS = [1, 2, 7, 24, 33, 64, 256, 1000]
 
@@ -79,3 +79,37 @@ def test_norm_of_no_rows():
     """No rows in, no rows out."""
     assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-6).shape == (0, 8)
     assert layer_norm(torch.empty(0, 8), torch.ones(8), torch.zeros(8), 1e-6).shape == (0, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 33, 64])
+def test_joined_norms_are_two_norms(dtype, width):
+    """The halves are the norms of either input by its own weight; a float32 second input is rounded first."""
+    generator = torch.Generator().manual_seed(width)
+    first, second = (torch.randn(5, width + 7, generator=generator)[:, 7:] for _ in range(2))
+    weights = [torch.randn(width, generator=generator).to(dtype) for _ in range(2)]
+    joined = join_norms(first.to(dtype), weights[0], second, weights[1], 1e-5)
+    assert joined.dtype == dtype
+    assert joined.is_contiguous()
+    assert torch.equal(joined[:, :width], rms_norm(first.to(dtype), weights[0], 1e-5))
+    assert torch.equal(joined[:, width:], rms_norm(second.to(dtype), weights[1], 1e-5))
+    assert join_norms(first[:0].to(dtype), weights[0], second[:0], weights[1], 1e-5).shape == (0, 2 * width)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [6144, 48, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_card_joins_norms(width, dtype):
+    """One launch follows the CPU's two norms to rounding, of bf16 states kept in float32 too; a row has its bits in any company."""
+    generator = torch.Generator().manual_seed(width)
+    first, second = (torch.randn(17, width, generator=generator).to(dtype) for _ in range(2))
+    weights = [torch.randn(width, generator=generator).to(dtype) for _ in range(2)]
+    there = [weight.cuda() for weight in weights]
+    wanted = join_norms(first, weights[0], second, weights[1], 1e-5).float()
+    for kept in (second, second.float()):
+        joined = join_norms(first.cuda(), there[0], kept.cuda(), there[1], 1e-5)
+        error = (joined.float().cpu() - wanted).abs()
+        assert bool((error <= (1e-5 if dtype == torch.float32 else 2**-6) * wanted.abs() + 1e-6).all())
+        for row in range(17):
+            alone = join_norms(first[row : row + 1].cuda(), there[0], kept[row : row + 1].cuda(), there[1], 1e-5)
+            assert torch.equal(alone[0], joined[row])

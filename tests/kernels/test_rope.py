@@ -35,6 +35,34 @@ def test_table_rounds_the_angle_to_float32():
             assert abs(sin[row, pair].item() - math.sin(angle)) < 1e-7
 
 
+def rounded_table(positions: torch.Tensor, frequencies: torch.Tensor) -> list[torch.Tensor]:
+    """Cosines and sines of the float32 angles, taken in more than float32 and rounded once."""
+    angle = (positions.float()[:, None] * frequencies).numpy().astype(np.longdouble)
+    return [torch.from_numpy(function(angle).astype(np.float32)) for function in (np.cos, np.sin)]
+
+
+FAR = torch.cat([torch.arange(70), torch.arange(7, 2**20, 15_401), torch.tensor([2**20 - 1, 2**20, 2**24 - 1])])
+
+
+def test_table_is_within_one_rounding():
+    """No cosine or sine is further than 1.2e-7 from the exact one of its float32 angle, at short and far positions."""
+    frequencies = rope_frequencies(8e6, 64)
+    for got, wanted in zip(rope_table(FAR, frequencies, torch.float32), rounded_table(FAR, frequencies), strict=True):
+        assert bool(((got - wanted).abs() <= 1.2e-7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("theta", "width"), [(8e6, 64), (1e6, 8), (1e4, 2)])
+def test_a_cards_table_is_correctly_rounded(theta: float, width: int) -> None:
+    """Every cosine and sine of a card is the exact one rounded to float32, and the same cast to bfloat16; so decode and append agree."""
+    frequencies = rope_frequencies(theta, width)
+    table = rope_table(FAR.cuda(), frequencies.cuda(), torch.float32)
+    small = rope_table(FAR.cuda(), frequencies.cuda(), torch.bfloat16)
+    for got, cast, wanted in zip(table, small, rounded_table(FAR, frequencies), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+        assert torch.equal(cast, got.bfloat16())
+
+
 def test_table_casts_last():
     """A bf16 table is the float32 table rounded, not a table of bf16 angles."""
     positions = torch.tensor([131_072])

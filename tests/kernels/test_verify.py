@@ -15,9 +15,11 @@ def spread(world: VerifyWorld, each: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = world.table.shape[0] * each
     place_of = torch.full((rows,), 99, dtype=torch.int32)
     positions, tokens = torch.full((rows,), -9), torch.full((rows,), -9)
-    mirrored = torch.full((world.table.shape[0],), -9)
-    spread_rows(world.table, place_of, positions, tokens, mirrored)
+    mirrored, judged, bad_layer = torch.full((world.table.shape[0],), -9), torch.full((world.table.shape[0],), -9), torch.full((rows,), -9)
+    spread_rows(world.table, place_of, positions, tokens, mirrored, judged, bad_layer)
     busy = world.table[:, TableField.ROWS] > 0
+    assert judged.tolist() == ((place_of.view(-1, each) >= 0).sum(1) - 1).clamp_min(0).tolist()
+    assert bad_layer.tolist() == [-1] * rows
     assert torch.equal(mirrored, torch.where(busy, world.states[:, StateField.MIRRORED] // 64 * 64, 0))
     return place_of, positions, tokens
 

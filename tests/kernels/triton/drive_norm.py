@@ -19,6 +19,18 @@ def bf16_rows_agree() -> None:
         assert bool(((got.float() - wanted.float()).abs() <= 2**-6 * wanted.float().abs() + 1e-6).all())
 
 
+def joined_norms_are_the_kernels_own() -> None:
+    """Either half has the bits of the norm alone; a float32 second input is rounded to the first's type (here: has its values already)."""
+    torch.manual_seed(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        first, second = torch.randn(5, 40).to(dtype)[:, 7:], torch.randn(5, 33).to(dtype)
+        weights = [torch.randn(33).to(dtype) for _ in range(2)]
+        halves = [kernel.rms_norm(x, weight, 1e-5) for x, weight in zip((first, second), weights, strict=True)]
+        for kept in (second, second.float()):
+            got = kernel.join_norms(first, weights[0], kept, weights[1], 1e-5)
+            interpreted.same(f"joined {dtype}", got, torch.cat(halves, 1))
+
+
 def company_changes_no_bit() -> None:
     """A row has the same bits alone and among others."""
     x, weight, bias = torch.randn(5, 33), torch.randn(33), torch.randn(33)
@@ -28,9 +40,10 @@ def company_changes_no_bit() -> None:
 
 def main() -> None:
     bf16_rows_agree()
+    joined_norms_are_the_kernels_own()
     company_changes_no_bit()
     # The interpreter cuts a bf16 where a device rounds it.
-    interpreted.run_reference_tests("test_norm.py", without=("rounds_before_the_weight", "see_its_company"))
+    interpreted.run_reference_tests("test_norm.py", without=("rounds_before_the_weight", "see_its_company", "joined_norms"))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,35 @@ class World:
         return {"before": before.view(torch.int32), "hidden": self.hidden.view(torch.int32)}
 
 
+def states_are_kept_in_float32() -> None:
+    """States of bfloat16 are kept and found again without a change."""
+    world, drawn = World(40), torch.randn(7, 40, generator=torch.Generator().manual_seed(3)).bfloat16()
+    kernel.store_hidden(world.table, world.place_of, world.positions, drawn)
+    found = torch.full((7, 40), 3.0).bfloat16()
+    kernel.load_hidden(world.table, world.place_of, world.positions + 1, found)
+    drawn[[4, 6]] = 0
+    interpreted.same("states", found, drawn)
+
+
+def broken_logits_are_flagged() -> None:
+    """Rows of several tiles: copied as they are, flagged once where any value is not finite, also in the last, ragged tile."""
+    logits = torch.randn(7, 45, generator=torch.Generator().manual_seed(4))[:, 1:]
+    logits[1, 0], logits[2, 43], logits[3, 17], logits[4, [3, 20]] = float("nan"), float("inf"), float("-inf"), float("nan")
+    for dtype in (torch.float32, torch.bfloat16):
+        kept, flags = [torch.full((7, 44), 9.0) for _ in range(2)], [torch.tensor([-1, -1, -1, -1, 2, -1, 5]) for _ in range(2)]
+        reference.keep_logits(logits.to(dtype), kept[0], flags[0], 4)
+        with interpreted.programs_backwards():
+            kernel.keep_logits(logits.to(dtype), kept[1], flags[1], 4)
+        interpreted.same("logits", kept[1].view(torch.int32), kept[0].view(torch.int32))
+        interpreted.same("flags", flags[1], flags[0])
+        assert flags[1].tolist() == [-1, 4, 4, 4, 2, -1, 5]
+
+
 def main() -> None:
     begun = time.monotonic()
+    kernel.HIDDEN_TILE, kernel.LOGITS_TILE = 16, 16
+    states_are_kept_in_float32()
+    broken_logits_are_flagged()
     for width, tile in ((8, 1024), (33, 16)):
         kernel.HIDDEN_TILE = tile
         worlds = World(width), World(width)

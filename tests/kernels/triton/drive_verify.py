@@ -14,8 +14,8 @@ def step(form: object, world: VerifyWorld, each: int, guesses: Tensor, lucky: Te
     places = world.table.shape[0]
     place_of = torch.full((places * each,), 99, dtype=torch.int32)
     positions, tokens = torch.full((places * each,), -9), torch.full((places * each,), -9)
-    mirrored = torch.full((places,), -9)
-    form.spread_rows(world.table, place_of, positions, tokens, mirrored)  # type: ignore[attr-defined]
+    mirrored, judged, unbroken = torch.full((places,), -9), torch.full((places,), -9), torch.full((places * each,), -9)
+    form.spread_rows(world.table, place_of, positions, tokens, mirrored, judged, unbroken)  # type: ignore[attr-defined]
     samples = torch.where(lucky[: places * each], tokens.roll(-1), 3)  # where lucky: the draft of the row behind
     bad = torch.where(lucky[: places * each], -1, torch.arange(places * each))
     accepted, next_of = torch.full((places,), -9), torch.full_like(place_of, 99)
@@ -23,7 +23,7 @@ def step(form: object, world: VerifyWorld, each: int, guesses: Tensor, lucky: Te
     form.keep_drafts(world.table, guesses[:places], ends)  # type: ignore[attr-defined]
     return {
         "place_of": place_of, "positions": positions, "tokens": tokens, "accepted": accepted, "next_of": next_of,
-        "states": world.states, "counts": world.counts, "mirrored": mirrored,
+        "states": world.states, "counts": world.counts, "mirrored": mirrored, "judged": judged, "unbroken": unbroken,
     }  # fmt: skip
 
 
