@@ -24,7 +24,7 @@ from tests.engine.runs import small
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
 PROMPT_ROWS = (1, 31, 63, 64, 65, 129, 150)  # past two blocks, so that selected rows come from RAM
-FAULTY = ("layer.*", "group.*", "step.*", "copyback", "mirrored", "append*", "table.rewrite", "tables", "truncate")
+FAULTY = ("layer.*", "group.*", "step.*", "draft.*", "copyback", "mirrored", "append*", "table.rewrite", "tables", "truncate")
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,7 @@ def _draw_config(rng: random.Random) -> EngineConfig:
         placement=rng.choice(("offload", "offload", "resident")),
         append_chunk_rows=rng.choice((64, 128)),
         decode_batch_limit=rng.choice((1, 2, 8)),
+        draft_depth=rng.choice((0, 0, 1, 3)),
     )
 
 
