@@ -15,6 +15,7 @@ Source: design, sections 6, 9 and 10.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,9 @@ class DecodeStep:
         self._x, self._u = states(count, config.hidden), states(count, config.hidden)
         self._qr = states(count, config.query_latent)
         self._query = Query(states(count, config.heads, config.latent), states(count, config.heads, config.rope), config.scale)
+        self._y, self._routed, self._shared = (states(count, config.hidden) for _ in range(3))
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
+        self._fed, self._branch, self._beside = self._y, self._routed, self._shared
         self._plans = [RoundPlan.empty(count, picks, device) for _ in stage.main_groups]
         copied = count if device.type == "cpu" else 0  # a device attends to rows where they lie
         self._compact = torch.zeros((copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
@@ -227,10 +230,31 @@ class DecodeStep:
                 label=f"layer.{layer}.attend",
                 after=waits,
                 reads=() if fetched is None or place == 0 else (self._scratch[place - 1],),
-                writes=(self._compact, self._x, self._u),
+                writes=(self._compact, self._x, self._y),
             )
+            self._issue_mlp(chain, streams, layer, last)
         assert last is not None, "a selection group has at least one layer"
         return last
+
+    def _issue_mlp(self, chain: Chain, streams: StageStreams, local: int, attended: Event[Any]) -> None:
+        """Submit the MLP of a layer; a shared expert runs on the selection stream, beside the router's small launches."""
+        shared: tuple[Event[Any], ...] = ()
+        if self._stage.model.layers[local].shared_expert is not None:
+            work = partial(self._feed_shared, local)
+            shared = (
+                chain.submit(
+                    streams.selection, work, label=f"layer.{local}.shared", after=(attended,), reads=(self._y,), writes=(self._shared,)
+                ),
+            )
+        chain.submit(streams.compute, partial(self._feed, local), label=f"layer.{local}.mlp", reads=(self._y,), writes=(self._routed,))
+        chain.submit(
+            streams.compute,
+            partial(self._add, local),
+            label=f"layer.{local}.add",
+            after=shared,
+            reads=(self._routed, self._shared),
+            writes=(self._x, self._u),
+        )
 
     def _begin(self, table: StepTable) -> None:
         stage, model = self._stage, self._stage.model
@@ -302,15 +326,30 @@ class DecodeStep:
         self._asked = Query(self._keep(self._query.latent, latent), self._keep(self._query.rope, rope), self._query.scale)
 
     def _attend(self, local: int, group: int, place: int, table: StepTable) -> None:
-        """The layer behind its selection: attention, MLP, and the norm of what comes next."""
+        """The layer behind its selection: attention, and the norm of what the MLP reads."""
         stage, plan, model = self._stage, self._plans[group], self._stage.model
         layer = model.layers[local]
         scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
         attended = stage.rounds.attend(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact, self._asked)
         number = stage.first_layer + local
         y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+        self._fed = self._keep(self._y, y)
+
+    def _feed_shared(self, local: int) -> None:
+        expert = self._stage.model.layers[local].shared_expert
+        assert expert is not None, "asked for where there is one"
+        self._beside = self._keep(self._shared, expert.feed(self._fed))
+
+    def _feed(self, local: int) -> None:
+        self._branch = self._keep(self._routed, self._stage.model.layers[local].mlp.feed_routed(self._fed))
+
+    def _add(self, local: int) -> None:
+        """Close the layer: the residual sum, and the norm of what reads it next."""
+        model = self._stage.model
+        branch = self._branch if model.layers[local].shared_expert is None else self._branch + self._beside
         weight, eps = model.norm_after(local)
-        self._input = self._keep(self._u, add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number))
+        number = self._stage.first_layer + local
+        self._input = self._keep(self._u, add_norm(self._x, branch, weight, eps, self._bad_layer, number))
 
     def _finish(self, table: StepTable, sampling: SamplingTable) -> None:
         model = self._stage.model

@@ -122,6 +122,11 @@ class LayerWeights:
         """Normed state y [T, H] that the MLP reads, of the residual state x [T, H] behind attention."""
         return rms_norm(x, self.output_norm, self.norm_eps)
 
+    @property
+    def shared_expert(self) -> DenseWeights | None:
+        """The shared expert, which no router chooses; None in a dense layer."""
+        return self.mlp.shared if isinstance(self.mlp, MoeWeights) else None
+
     def feed_forward(self, y: Tensor) -> Tensor:
         """What the MLP, dense or experts, adds to the residual state, of its normed input y [T, H]. [T, H]"""
         return self.mlp.feed(y)

@@ -42,6 +42,10 @@ class DenseWeights:
         """The MLP's output [T, H] of the normed state y [T, H]."""
         return gated_mlp(y, self.gate, self.up, self.down)
 
+    def feed_routed(self, y: Tensor) -> Tensor:
+        """What is left of `feed` beside a shared expert: all, since there is none."""
+        return self.feed(y)
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
@@ -86,6 +90,10 @@ class MoeWeights:
 
     def feed(self, y: Tensor) -> Tensor:
         """Routed plus shared output [T, H] of the normed state y [T, H]."""
+        return self.feed_routed(y) + self.shared.feed(y)
+
+    def feed_routed(self, y: Tensor) -> Tensor:
+        """The routed experts' output alone, [T, H] in y's dtype; the shared expert's may be made beside it."""
         expert_of, weight_of = route(
             y,
             self.router,
@@ -96,4 +104,4 @@ class MoeWeights:
             normalise=self.routing.normalise,
             factor=self.routing.factor,
         )
-        return experts(y, expert_of, weight_of, self.gate_up, self.down).to(y.dtype) + self.shared.feed(y)
+        return experts(y, expert_of, weight_of, self.gate_up, self.down).to(y.dtype)
