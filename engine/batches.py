@@ -16,6 +16,7 @@ from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
 from kernels.layout import PAGE_KEYS
+from kernels.place import BULK_ROWS
 from memory.table import StepTable
 from streams import Event
 
@@ -58,7 +59,7 @@ class Batches:
 
     def _bucket(self, members: tuple[Request, ...], rows: int) -> Bucket:
         """The smallest power-of-two batch that holds them; on a device also of positions, which bound the launches of scoring."""
-        places = 1 << (len(members) - 1).bit_length()
+        places = _batch(len(members))
         positions = 0 if self._stage.device.type == "cpu" else max(_positions_max(request) for request in members)
         key = places, 1 << (positions - 1).bit_length() if positions else 0, rows
         found = self._buckets.get(key)
@@ -73,6 +74,8 @@ class Batches:
 
         Args: previous: the step before, not followed yet.
         """
+        # More rows than this go the way of appends, whose sums depend on the number of rows.
+        depth = min(depth, max(1, BULK_ROWS // _batch(len(members))) - 1)
         rows = tuple(1 + request.depth_within(depth) for request in members)
         bucket = self._bucket(members, max(rows))
         stale = bucket.members != members
@@ -116,6 +119,11 @@ class Batches:
         for bucket in self._buckets.values():
             if request in bucket.members:
                 bucket.members = ()
+
+
+def _batch(members: int) -> int:
+    """Places of the bucket of so many sessions."""
+    return 1 << (members - 1).bit_length()
 
 
 def _positions_max(request: Request) -> int:

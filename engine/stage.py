@@ -15,6 +15,7 @@ from engine.errors import BadSetting, NotAdmitted
 from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
 from kernels.layout import BlockLayout, TableLayout
+from kernels.place import BULK_ROWS
 from memory.arena import Arena
 from memory.copyback import Copyback
 from memory.errors import ArenaFull, RegistrationRefused
@@ -97,6 +98,8 @@ def open_stage(
     Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers. BadSetting: the model cannot draft.
     """
     facts, device = model.config, model.device
+    if device.type != "cpu" and config.decode_batch_limit > BULK_ROWS:
+        raise BadSetting(f"decode_batch_limit {config.decode_batch_limit}: a device's step has at most {BULK_ROWS} rows")
     if config.draft_depth and model.mtp is None:
         raise BadSetting(f"draft_depth {config.draft_depth}: the model has no MTP block to draft with; use 0 or auto")
     keys = key_format(config.index_key_format, config.row_format)
