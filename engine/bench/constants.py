@@ -38,9 +38,9 @@ def _each(module: str, names: tuple[str, ...], rows: Sequence[tuple[int, ...]], 
 _ATTEND = tuple(f"rows compact, {rows} rows" for rows in (1, 4, 16))
 SETTINGS: list[Setting] = [
     *_each(
-        "kernels.sparse_mla.kernel", ("SPLIT_PICKS", "TILE_PICKS", "TILE_HEADS", "WARPS"),
-        ((64, 64, 16, 8), (64, 32, 16, 8), (32, 32, 16, 8), (128, 64, 16, 8), (128, 32, 16, 8), (256, 64, 16, 8), (256, 32, 16, 8),
-         (64, 64, 16, 4), (64, 64, 16, 16), (128, 128, 16, 16), (128, 64, 32, 16), (128, 32, 32, 8), (64, 32, 32, 8), (64, 16, 64, 8)),
+        "kernels.sparse_mla.kernel", ("SPLIT_PICKS", "TILE_HEADS", "WARPS", "HELD"),
+        ((64, 64, 4, 1), (64, 64, 8, 1), (32, 64, 4, 1), (64, 64, 4, 0), (64, 64, 8, 0), (128, 64, 8, 0), (128, 64, 4, 0), (32, 64, 4, 0),
+         (64, 16, 4, 0), (128, 16, 4, 0), (64, 32, 4, 0), (128, 32, 4, 0), (256, 64, 8, 0), (128, 32, 8, 0), (256, 16, 8, 0)),
         _ATTEND,
     ),
     *_each(

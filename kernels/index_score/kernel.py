@@ -5,8 +5,8 @@ one list of pages (`index_scores`). Programs walk blocks of 64 keys with a strid
 one nothing.
 
 Invariants:
-1. A score is one product of a fixed shape, [64 keys, width] by [width, heads], for one row, then a sum over heads of a fixed shape: how
-   many rows a program serves, and how many programs there are, changes no bit.
+1. A score is one chain of products over the width, then a sum over one row's heads of a fixed shape: how many rows stand beside it in the
+   product of a program, and how many programs there are, changes no bit.
 2. A column depends on its own key only; columns past a row's last key are not written (`score_places`).
 3. relu keeps NaN. Factors are applied to the head weights in the reference's order.
 
@@ -37,36 +37,14 @@ PAGES_MAX = tl.constexpr(TableField.PAGES_MAX)
 
 
 @triton.jit
-def _place_row(place_of, positions, rows, place, number, ROWS_BLOCK: tl.constexpr):
-    """The place's row of this number: which it is, and how many keys it sees (0: there is no such row)."""
+def _place_rows(place_of, positions, rows, place, numbers, ROWS_BLOCK: tl.constexpr):
+    """The place's rows of these numbers: which they are, and how many keys each sees (0: there is no such row)."""
     row = tl.arange(0, ROWS_BLOCK)
     mine = (tl.load(place_of + row, mask=row < rows, other=-1) == place).to(tl.int32)
-    found = (mine > 0) & (tl.cumsum(mine) - 1 == number)
-    which = tl.sum(tl.where(found, row, 0)).to(tl.int64)
-    return which, tl.load(positions + which, mask=tl.sum(found.to(tl.int32)) > 0, other=-1) + 1
-
-
-@triton.jit
-def _asked(place_of, positions, rows, keys, owner, number, query, head_weights, q_row, q_head, q_value, w_row, w_head,
-           PLACES: tl.constexpr, ROWS_BLOCK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-           WIDTH_BLOCK: tl.constexpr, HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
-    """One row: its id, its keys, its query [width, heads] and its scaled head weights; all zero for a row that is not there."""
-    row, end = number.to(tl.int64), tl.where(number < rows, keys, 0)
-    if PLACES:
-        row, end = _place_row(place_of, positions, rows, owner, number, ROWS_BLOCK)
-    head = tl.arange(0, HEADS_BLOCK)
-    value = tl.arange(0, WIDTH_BLOCK)[:, None]
-    known = (end > 0) & (head < HEADS)
-    asked = tl.load(query + row * q_row + head[None, :] * q_head + value * q_value, mask=known[None, :] & (value < WIDTH), other=0.0)
-    weights = tl.load(head_weights + row * w_row + head * w_head, mask=known, other=0.0)
-    return row, end, asked, weights * HEADS_FACTOR * WIDTH_FACTOR
-
-
-@triton.jit
-def _store(key, query, weights, to_out, column, end):
-    product = dot_exact(key, query, tl.zeros([key.shape[0], query.shape[1]], tl.float32))
-    score = tl.sum(tl.where(product < 0.0, 0.0, product) * weights[None, :], 1)
-    tl.store(to_out + column, score, mask=column < end)
+    order = tl.cumsum(mine) - 1
+    found = (mine > 0)[:, None] & (order[:, None] == numbers[None, :])
+    which = tl.sum(tl.where(found, row[:, None], 0), 0).to(tl.int64)
+    return which, tl.load(positions + which, mask=tl.sum(found.to(tl.int32), 0) > 0, other=-1) + 1
 
 
 @triton.jit
@@ -88,27 +66,21 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, ro
     elif KEYS_LOADED:
         keys = (tl.load(keys).to(tl.int64) + PAGE - 1) // PAGE * PAGE
     kind: tl.constexpr = tl.pointer_type(tl.float32) if WIDE else tl.pointer_type(tl.bfloat16)
+    columns: tl.constexpr = GROUP_ROWS * HEADS_BLOCK
     place_in_block = tl.arange(0, BLOCK)
     value = tl.arange(0, WIDTH_BLOCK)
+    head = tl.arange(0, HEADS_BLOCK)
     while number < count:
-        row0, end0, query0, weights0 = _asked(
-            place_of, positions, rows, keys, owner, number, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
-            ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
-        last = end0
-        if GROUP_ROWS > 1:
-            row1, end1, query1, weights1 = _asked(
-                place_of, positions, rows, keys, owner, number + 1, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
-                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
-            last = tl.maximum(last, end1)
-        if GROUP_ROWS > 2:
-            row2, end2, query2, weights2 = _asked(
-                place_of, positions, rows, keys, owner, number + 2, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
-                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
-            row3, end3, query3, weights3 = _asked(
-                place_of, positions, rows, keys, owner, number + 3, query, head_weights, q_row, q_head, q_value, w_row, w_head, PLACES,
-                ROWS_BLOCK, HEADS, WIDTH, HEADS_BLOCK, WIDTH_BLOCK, HEADS_FACTOR, WIDTH_FACTOR)  # fmt: skip
-            last = tl.maximum(last, tl.maximum(end2, end3))
-        blocks = ((last + BLOCK - 1) // BLOCK).to(tl.int32)
+        numbers = number + tl.arange(0, GROUP_ROWS)
+        which, end = numbers.to(tl.int64), tl.where(numbers < rows, keys, 0)
+        if PLACES:
+            which, end = _place_rows(place_of, positions, rows, owner, numbers, ROWS_BLOCK)
+        known = tl.reshape((end > 0)[:, None] & (head < HEADS)[None, :], [columns])
+        from_query = tl.reshape(which[:, None] * q_row + (head * q_head)[None, :], [columns])
+        from_weight = tl.reshape(which[:, None] * w_row + (head * w_head)[None, :], [columns])
+        asked = tl.load(query + from_query[None, :] + (value * q_value)[:, None], mask=known[None, :] & (value < WIDTH)[:, None], other=0.0)
+        weights = tl.load(head_weights + from_weight, mask=known, other=0.0) * HEADS_FACTOR * WIDTH_FACTOR
+        blocks = ((tl.max(end) + BLOCK - 1) // BLOCK).to(tl.int32)
         for step in tl.range(0, (blocks - tl.program_id(0) + WORKERS - 1) // WORKERS):
             block = tl.program_id(0) + step * WORKERS
             page = tl.multiple_of(tl.load(from_pages + block * BLOCK // PAGE).to(kind), 16)
@@ -117,13 +89,11 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, ro
                 key = tl.load(page + at)
             else:
                 key = tl.load(page + at, mask=value[None, :] < WIDTH, other=0.0)
+            product = dot_exact(key, asked, tl.zeros([BLOCK, columns], tl.float32))
+            score = tl.where(product < 0.0, 0.0, product) * weights[None, :]
+            score = tl.sum(tl.reshape(score, [BLOCK, GROUP_ROWS, HEADS_BLOCK]), 2)
             column = block.to(tl.int64) * BLOCK + place_in_block
-            _store(key, query0, weights0, out + row0 * out_row, column, end0)
-            if GROUP_ROWS > 1:
-                _store(key, query1, weights1, out + row1 * out_row, column, end1)
-            if GROUP_ROWS > 2:
-                _store(key, query2, weights2, out + row2 * out_row, column, end2)
-                _store(key, query3, weights3, out + row3 * out_row, column, end3)
+            tl.store(out + which[None, :] * out_row + column[:, None], score, mask=column[:, None] < end[None, :])
         number += GROUP_ROWS
 
 

@@ -6,8 +6,9 @@ Invariants:
 1. Tilings (`tiling.py`) follow from the weight's shape alone; a row takes one of 16 places in a tile that is always whole.
 2. A step of the width is read in parts; each part's products are summed over the steps in ascending order, then the parts in one sum of a
    fixed shape. Splits, where a tiling has some, are added in ascending order by a second launch. No atomics.
-3. Products are exact: bf16 x bf16 in the matrix units; a float32 row is three bf16 terms (high, middle, low) against bf16 and FP8 weights;
-   float32 weights use float32 multiplication. Sums are float32. FP8 scales are applied a block of 128 of the width, outside the product.
+3. Products are exact: bf16 x bf16 in the matrix units; a float32 row is three bf16 terms (high, middle, low) against bf16 and FP8 weights,
+   a float32 weight is three under bf16 rows; float32 by float32 is multiplied as such. Sums are float32. FP8 scales are applied a block of
+   128 of the width, outside the product.
 
 Floor: the weight's bytes once. 132 multiprocessors need some 6 MiB under way to fill the memory: a step is 8 to 32 KiB of weights, several
 steps are under way in a program. A chain of products waits for itself, and a tile of 16 outputs is one chain: hence parts, one a warp,
@@ -21,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
-from kernels.linear.tiling import Tiling, tiling_of
+from kernels.linear.tiling import Tiling, mixed_tiling, tiling_of
 
-__all__ = ["TILE_ROWS", "accumulate", "dot_exact", "heads_linear", "is_wide", "launch_options", "linear",
-           "split_width_of"]  # fmt: skip
+__all__ = [
+    "TILE_ROWS", "accumulate", "dot_exact", "heads_linear", "is_wide", "launch_options", "linear", "linear_parts", "split_width_of",
+]  # fmt: skip
 
 TILE_ROWS = 16  # the least that matrix units take
 _HIP_STAGES = 2
@@ -42,17 +44,28 @@ def _dot_bf16(x, weight, acc):
 
 
 @triton.jit
-def dot_exact(x, weight, acc):
-    """`acc + x · weight` for x [M, K] bf16 or f32, weight [K, N] bf16, f32 or e4m3, acc [M, N] f32; every product exact."""
-    if weight.dtype == tl.float32:
+def dot_exact(x, weight, acc, TERMS: tl.constexpr = 3):
+    """`acc + x · weight` for x [M, K] bf16 or f32, weight [K, N] bf16, f32 or e4m3, acc [M, N] f32; every product exact.
+
+    A float32 x under a narrower weight is TERMS bf16 terms, 8 bits each: two lose what lies 17 bits below a value.
+    """
+    if (weight.dtype == tl.float32) & (x.dtype == tl.bfloat16):  # the weight in three bf16 terms
+        high = weight.to(tl.bfloat16)
+        rest = weight - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return _dot_bf16(x, high, _dot_bf16(x, middle, _dot_bf16(x, low, acc)))
+    elif weight.dtype == tl.float32:
         return tl.dot(x.to(tl.float32), weight, acc, input_precision="ieee")
     elif x.dtype == tl.float32:
         narrow = weight.to(tl.float32).to(tl.bfloat16) if weight.dtype != tl.bfloat16 else weight
         high = x.to(tl.bfloat16)
         rest = x - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return _dot_bf16(high, narrow, _dot_bf16(middle, narrow, _dot_bf16(low, narrow, acc)))
+        if TERMS > 2:
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            acc = _dot_bf16(low, narrow, acc)
+        return _dot_bf16(high, narrow, _dot_bf16(middle, narrow, acc))
     else:
         narrow = weight.to(tl.float32).to(tl.bfloat16) if weight.dtype != tl.bfloat16 else weight
         return _dot_bf16(x, narrow, acc)
@@ -148,6 +161,12 @@ def is_wide(x: torch.dtype, weight: torch.dtype) -> bool:
     return torch.float32 in (x, weight)
 
 
+def _chosen(heads: int, outputs: int, width: int, x: torch.dtype, weight: torch.dtype) -> Tiling:
+    if x == torch.bfloat16 and weight == torch.float32:
+        return mixed_tiling(outputs, width)
+    return tiling_of(heads, outputs, width, wide=is_wide(x, weight))
+
+
 def launch_options(tiling: Tiling) -> dict[str, int]:
     """Warps, and stages within the shared memory that the vendor's cards have; neither changes a bit of a tiling's result."""
     return {"num_warps": tiling.warps, "num_stages": _HIP_STAGES if torch.version.hip else tiling.stages}
@@ -160,23 +179,37 @@ def split_width_of(tiling: Tiling, width: int) -> int:
     return steps // tiling.splits * tiling.step
 
 
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, width] by weight [outputs, width], both as in `linear`: its splits [splits, rows, outputs] f32, to be added in order."""
+    rows, width = x.shape
+    outputs = weight.shape[0]
+    how = _chosen(1, outputs, width, x.dtype, weight.dtype)
+    parts = torch.empty((how.splits, rows, outputs), dtype=torch.float32, device=x.device)
+    _multiply(x[:, None], weight[None], None, parts, how)
+    return parts
+
+
+def _multiply(x: Tensor, weight: Tensor, scales: Tensor | None, parts: Tensor, how: Tiling) -> None:
+    """One launch: x [rows, heads, width] by weight [heads, outputs, width] to `parts`, [splits, rows, heads, outputs] in memory."""
+    rows, heads, width = x.shape
+    outputs = weight.shape[1]
+    _product[(triton.cdiv(rows, TILE_ROWS), heads * triton.cdiv(outputs, how.outputs), how.splits)](
+        x, weight, scales if scales is not None else weight, parts, rows, *x.stride(), *weight.stride(), HEADS=heads, OUTPUTS=outputs,
+        WIDTH=width, SPLIT_WIDTH=split_width_of(how, width), FP8=scales is not None, TILE_M=TILE_ROWS, TILE_N=how.outputs,
+        TILE_K=how.width, PARTS=how.parts, **launch_options(how),
+    )  # fmt: skip
+
+
 def _heads_product(x: Tensor, weight: Tensor, scales: Tensor | None, dtype: torch.dtype, tiling: Tiling | None) -> Tensor:
     """x [rows, heads, width] by weight [heads, outputs, width], any strides: [rows, heads, outputs] in `dtype`."""
     rows, heads, width = x.shape
     outputs = weight.shape[1]
     out = torch.empty((rows, heads, outputs), dtype=dtype, device=x.device)
-    how = tiling or tiling_of(heads, outputs, width, wide=is_wide(x.dtype, weight.dtype))
-    tiles = heads * triton.cdiv(outputs, how.outputs)
-    split_width = split_width_of(how, width)
+    how = tiling or _chosen(heads, outputs, width, x.dtype, weight.dtype)
     for start in range(0, rows, _BAND_ROWS):
         band, to = x[start : start + _BAND_ROWS], out[start : start + _BAND_ROWS]
-        count = band.shape[0]
         parts = to if how.splits == 1 else torch.empty((how.splits, *to.shape), dtype=torch.float32, device=x.device)
-        _product[(triton.cdiv(count, TILE_ROWS), tiles, how.splits)](
-            band, weight, scales if scales is not None else weight, parts, count, *band.stride(), *weight.stride(),
-            HEADS=heads, OUTPUTS=outputs, WIDTH=width, SPLIT_WIDTH=split_width, FP8=scales is not None, TILE_M=TILE_ROWS,
-            TILE_N=how.outputs, TILE_K=how.width, PARTS=how.parts, **launch_options(how),
-        )  # fmt: skip
+        _multiply(band, weight, scales, parts, how)
         if how.splits > 1:
             values = to.numel()
             _add_splits[(triton.cdiv(values, _SUM_BLOCK),)](parts, to, values, SPLITS=how.splits, BLOCK=_SUM_BLOCK, num_warps=4)
@@ -195,7 +228,8 @@ def heads_linear(x: Tensor, weight: Tensor, tiling: Tiling | None = None) -> Ten
 
 
 def _case(heads: int, outputs: int, width: int, x: str = "*bf16", weight: str = "*bf16", rows: object = "i32") -> dict[str, object]:
-    how = tiling_of(heads, outputs, width, wide="*fp32" in (x, weight))
+    types = {"*bf16": torch.bfloat16, "*fp32": torch.float32, "*fp8e4nv": torch.float8_e4m3fn}
+    how = _chosen(heads, outputs, width, types[x], types[weight])
     assert how.width <= FP8_BLOCK, "a part of a step lies within one scale block"
     return {
         "x": x, "weight": weight, "scales": "*fp32", "out": x if how.splits == 1 else "*fp32", "rows": rows, "x_row": heads * width,
@@ -214,5 +248,7 @@ COMPILE = [
     (_product, _case(1, 6144, 16384, weight="*fp8e4nv")),
     (_product, _case(1, 2048, 6144, weight="*fp8e4nv")),
     (_product, _case(1, 256, 6144, x="*fp32", weight="*fp32")),
+    (_product, _case(1, 256, 6144, weight="*fp32")),
+    (_product, _case(1, 64, 6144, weight="*fp32")),
     (_add_splits, {"parts": "*fp32", "out": "*bf16", "values": "i32", "SPLITS": 4, "BLOCK": _SUM_BLOCK, "num_warps": 4}),
 ]

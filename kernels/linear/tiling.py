@@ -7,7 +7,7 @@ The constants were measured with `forebay bench kernels --sweep` (docs/performan
 
 from dataclasses import dataclass
 
-__all__ = ["Tiling", "gated_tiling", "tiling_of"]
+__all__ = ["Tiling", "gated_tiling", "mixed_tiling", "tiling_of"]
 
 WIDE_TILE_WIDTH = 64  # float32 rows or weights: more registers and shared memory a value
 PROGRAMS = 528  # four a multiprocessor of the largest card in mind; what splits of float32 products aim at
@@ -58,6 +58,13 @@ def tiling_of(heads: int, outputs: int, width: int, *, wide: bool) -> Tiling:
     programs = heads * outputs
     tile = 64 if programs >= 64 * PROGRAMS else 32 if programs >= 32 * PROGRAMS else 16
     return Tiling(tile, 64, 2 if tile == 64 else 4, 4, 6 if tile == 16 else 5)
+
+
+def mixed_tiling(outputs: int, width: int) -> Tiling:
+    """The tiling of a float32 weight [outputs, width] under bf16 rows, a router's: few outputs, so the width is split."""
+    tiles, steps = _cdiv(outputs, 16), _cdiv(width, 256)
+    most = max(1, min(PROGRAMS // 4 // tiles, steps))
+    return Tiling(16, 64, 4, 4, 4, max(splits for splits in range(1, most + 1) if steps % splits == 0))
 
 
 def gated_tiling(outputs: int, width: int, *, wide: bool) -> Tiling:

@@ -1,4 +1,4 @@
-"""The router on a device: float32 products, then one program a row that picks its experts one by one.
+"""The router on a device: float32 products in splits, then one program a row that adds them and picks its experts one by one.
 
 In a module of its own beside the MLPs; knows no expert's weights.
 
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear import bulk
-from kernels.linear.kernel import linear
+from kernels.linear.kernel import linear_parts
 from kernels.place import BULK_ROWS
 from kernels.select.kernel import rank_of
 
@@ -50,14 +50,17 @@ def _best_groups(choice, expert, known, GROUPS: tl.constexpr, KEPT: tl.constexpr
 
 
 @triton.jit
-def _choose(logits, bias, expert_of, weight_of, FACTOR: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
+def _choose(parts, bias, expert_of, weight_of, FACTOR: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr,
             KEPT: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr, SLOTS_BLOCK: tl.constexpr,
-            GROUPS_BLOCK: tl.constexpr):  # fmt: skip
+            GROUPS_BLOCK: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS_BLOCK)
     known = expert < EXPERTS
-    score = tl.div_rn(1.0, 1.0 + tl.exp(-tl.load(logits + row * EXPERTS + expert, mask=known, other=0.0)))
+    logit = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):  # in order; num_programs is the number of rows
+        logit += tl.load(parts + (split * tl.num_programs(0) + row) * EXPERTS + expert, mask=known, other=0.0)
+    score = tl.div_rn(1.0, 1.0 + tl.exp(-logit))
     choice = score + tl.load(bias + expert, mask=known, other=0.0)
     allowed = known
     if GROUPS > 1:
@@ -87,17 +90,19 @@ def route(
     expert_of = torch.empty((rows, experts_per_token), dtype=torch.int64, device=y.device)
     weight_of = torch.empty((rows, experts_per_token), dtype=torch.float32, device=y.device)
     if rows:
-        product = bulk.linear if rows > BULK_ROWS else linear
+        parts = bulk.linear(y, gate.float(), torch.float32)[None] if rows > BULK_ROWS else linear_parts(y, gate.float())
         _choose[(rows,)](
-            product(y, gate.float(), torch.float32), bias, expert_of, weight_of, FACTOR=factor, EXPERTS=count, SLOTS=experts_per_token,
-            GROUPS=groups, KEPT=groups_kept, NORMALISE=normalise, BLOCK=triton.next_power_of_2(count),
-            SLOTS_BLOCK=triton.next_power_of_2(experts_per_token), GROUPS_BLOCK=triton.next_power_of_2(groups), num_warps=1,
+            parts, bias, expert_of, weight_of, FACTOR=factor, EXPERTS=count, SLOTS=experts_per_token, GROUPS=groups,
+             KEPT=groups_kept, NORMALISE=normalise, BLOCK=triton.next_power_of_2(count),
+            SLOTS_BLOCK=triton.next_power_of_2(experts_per_token), GROUPS_BLOCK=triton.next_power_of_2(groups), SPLITS=parts.shape[0],
+            num_warps=1,
         )  # fmt: skip
     return expert_of, weight_of
 
 
-_GLM = {"logits": "*fp32", "bias": "*fp32", "expert_of": "*i64", "weight_of": "*fp32", "FACTOR": 2.5, "EXPERTS": 256, "SLOTS": 8,
-        "NORMALISE": True, "BLOCK": 256, "SLOTS_BLOCK": 8, "num_warps": 1}  # fmt: skip
+_GLM = {"parts": "*fp32", "bias": "*fp32", "expert_of": "*i64", "weight_of": "*fp32", "FACTOR": 2.5, "EXPERTS": 256, "SLOTS": 8,
+        "NORMALISE": True, "BLOCK": 256, "SLOTS_BLOCK": 8, "SPLITS": 8,
+        "num_warps": 1}  # fmt: skip
 COMPILE = [
     (_choose, _GLM | {"GROUPS": 1, "KEPT": 1, "GROUPS_BLOCK": 1}),
     (_choose, _GLM | {"GROUPS": 8, "KEPT": 4, "GROUPS_BLOCK": 8}),

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, GROUP_FIELDS, RING_BLOCKS, BlockLayout, GroupField, StateField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
+from kernels.round.single import PICKS_MAX, plan_row
 
 __all__ = ["begin_round", "clear_round", "plan_round", "unmap_from", "unmap_positions"]
 
@@ -302,13 +303,20 @@ def begin_round(table: Tensor) -> None:
 def plan_round(
     table: Tensor, table_layout: TableLayout, block_layout: BlockLayout, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan
 ) -> None:
-    """See kernels/round. Two launches; capturable."""
+    """See kernels/round. Two launches, one for a single row; capturable."""
     if plan.rows == 0 or plan.picks == 0:
         plan.forget()
         return
     assert plan.rows * plan.picks < 2**31 - 3, f"{plan.rows} rows of {plan.picks} picks do not fit 32-bit pick numbers"
     places, fields = table.shape
     first_field = table_layout.group(group, 0)
+    if plan.rows == 1 and plan.picks <= PICKS_MAX:
+        plan_row[(1,)](
+            table, place_of, mirrored, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, plan.misses, plan.miss_source,
+            plan.scratch, first_field, fields, plan.picks, block_layout.row.row_bytes, block_layout.block_bytes,
+            triton.next_power_of_2(plan.picks), num_warps=8,
+        )  # fmt: skip
+        return
     tile = _tile(plan.picks, PICKS_TILE)
     _look_up[(plan.rows, triton.cdiv(plan.picks, tile))](
         table, place_of, mirrored, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, plan.miss_source, plan.scratch,

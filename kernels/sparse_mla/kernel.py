@@ -1,19 +1,21 @@
 """Sparse MLA on a device: attention over the selected rows as they are stored, dequantised in registers.
 
-A program takes 16 heads and a split of a query row's picks and leaves an unnormalised sum, its largest logit and its weight; a second
-launch merges the splits. Rows are read from a compact buffer, from a history by position, by address wherever each lies, or by a round's
-plan: one body.
+A program takes a block of heads and a split of a query row's picks and leaves an unnormalised sum, its largest logit and its weight; a
+second launch merges the splits. Rows are read from a compact buffer, from a history by position, by address wherever each lies, or by a
+round's plan: one body.
 
 Invariants:
 1. Splits follow from k alone and are merged in one sum of a fixed shape; a row's result does not depend on the number of rows.
 2. An unused pick's row is never read. A used row that holds NaN makes its query row NaN.
 3. Products are exact (see `kernels/linear/kernel.py`): int8 and bf16 latents go through the matrix units unrounded, a group's scale is
-   applied to the logits before the softmax and to the probabilities after it, and probabilities are three bf16 terms.
-4. All of a tile's latents are loaded at once and stay in registers for both products, a scale group a warp: one chain of address, row, two
-   products. Read group by group, each in turn waits for its load.
-5. By a plan: no slot that a round fills is read in it, and the first block of heads alone fills; what a fill reads is not written here.
+   applied to the logits before the softmax and to the probabilities after it. Probabilities are three bf16 terms under float32 queries and
+   two, 16 bits, under bf16 ones.
+4. A split's latents are loaded at once and stay in registers, as stored, for both products (HELD): one chain of address, row, two products.
+   AMD's compiler spills them by the thousand, so there they are loaded group by group, twice.
 
-Bytes at k 2,048 of 656-byte rows: 1.3 MiB, read once a block of heads from L2, and the sums: 2 MiB written and read at 16 splits.
+Instructions, not bytes, are what a row costs: int8 to bf16, scales, and the terms of the probabilities. With 64 heads a program does the
+first once. A scale group a warp (products in three dimensions, 16 heads) took 30 us a row, 234 us 16 rows, on an H200.
+Bytes at k 2,048 of 656-byte rows: 1.3 MiB, and the sums: 2 MiB written and read at 16 splits.
 """
 
 import torch
@@ -25,24 +27,15 @@ from kernels.layout import SCALE_GROUP, RowLayout
 from kernels.linear.kernel import dot_exact
 
 __all__ = [
-    "GROUP",
-    "TILE_HEADS",
-    "attend_tile",
-    "leave_split",
-    "merge_splits",
-    "partial_sums",
-    "queries_of",
-    "shapes_of",
-    "sparse_mla",
-    "sparse_mla_addresses",
-    "sparse_mla_indexed",
-    "sparse_mla_packed",
-]
+    "HIP_TILE_HEADS", "TILE_HEADS", "attend_split", "merge_splits", "partial_sums", "shapes_of", "sparse_mla", "sparse_mla_addresses",
+    "sparse_mla_indexed", "sparse_mla_packed",
+]  # fmt: skip
 
-SPLIT_PICKS = 128  # picks of one program
-TILE_PICKS = 64  # of them at a time
-TILE_HEADS = 16
-WARPS = 8  # one a scale group of 512 latents
+SPLIT_PICKS = 64  # picks of one program
+TILE_HEADS = 64  # heads of one program, where there are so many
+HIP_TILE_HEADS = 16  # AMD's registers hold no more
+WARPS = 4
+HELD = 1  # whether bf16 queries keep a split's rows in registers
 _MERGE_BLOCK = 128
 _BAND_ROWS = 32  # rows a launch, so that sums of an append stay within 128 MiB
 BYTE = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -57,75 +50,103 @@ _ENCODINGS = {"q8g64": Q8G64.value, "bf16": BF16.value, "f32": F32.value}
 
 
 @triton.jit
-def _latents(at_latent, used, GROUPS: tl.constexpr, LATENT: tl.constexpr, ENCODING: tl.constexpr):
-    """The picked rows' values by scale group, [groups, picks, 64], as they multiply, and each pick's scales [groups, picks]."""
-    group = tl.arange(0, GROUPS)
-    value = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    mask = used[None, :, None] & (value < LATENT)[:, None, :]
-    scale = tl.full([GROUPS, at_latent.shape[0]], 1.0, tl.float32)
+def _latents(at_latent, used, group, LATENT: tl.constexpr, ENCODING: tl.constexpr):
+    """A scale group of the picked rows' values as stored, [picks, 64], and each pick's scale."""
+    value = group * GROUP + tl.arange(0, GROUP)
+    mask = used[:, None]
+    if LATENT // GROUP * GROUP != LATENT:
+        mask = mask & (value < LATENT)[None, :]
+    scale = tl.full([at_latent.shape[0]], 1.0, tl.float32)
     if ENCODING == Q8G64:
-        stored = tl.load(at_latent.to(INT8)[None, :, None] + value[:, None, :], mask=mask, other=0).to(tl.float32).to(tl.bfloat16)
-        from_scale = (at_latent + (LATENT + LATENT % 2)).to(HALF)[None, :] + group[:, None]
-        scale = tl.load(from_scale, mask=used[None, :] & (group * GROUP < LATENT)[:, None], other=0.0).to(tl.float32)
+        stored = tl.load(at_latent.to(INT8)[:, None] + value[None, :], mask=mask, other=0)
+        scale = tl.load((at_latent + (LATENT + LATENT % 2)).to(HALF) + group, mask=used, other=0.0).to(tl.float32)
     elif ENCODING == BF16:
-        stored = tl.load(at_latent.to(BRAIN)[None, :, None] + value[:, None, :], mask=mask, other=0.0)
+        stored = tl.load(at_latent.to(BRAIN)[:, None] + value[None, :], mask=mask, other=0.0)
     else:
-        stored = tl.load(at_latent.to(FLOAT)[None, :, None] + value[:, None, :], mask=mask, other=0.0)
+        stored = tl.load(at_latent.to(FLOAT)[:, None] + value[None, :], mask=mask, other=0.0)
     return stored, scale
 
 
 @triton.jit
-def _rope_logits(query, at_rope, used, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ENCODING: tl.constexpr):
-    """What the rotary keys add to the logits, [heads, picks]."""
+def _multiplied(stored):
+    """Stored latents as they multiply: int8 as bf16, which is exact."""
+    return stored.to(tl.float32).to(tl.bfloat16) if stored.dtype == tl.int8 else stored
+
+
+@triton.jit
+def _rope_logits(from_query, known, at_rope, used, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ENCODING: tl.constexpr):
+    """What the rotary keys add to the logits, [heads, picks]; `from_query` [heads, rope]."""
     value = tl.arange(0, ROPE_BLOCK)
+    query = tl.load(from_query, mask=known[:, None] & (value < ROPE)[None, :], other=0.0)
     mask = used[:, None] & (value < ROPE)[None, :]
     if ENCODING == F32:
         key = tl.load(at_rope.to(FLOAT)[:, None] + value[None, :], mask=mask, other=0.0)
     else:
         key = tl.load(at_rope.to(BRAIN)[:, None] + value[None, :], mask=mask, other=0.0)
-    return dot_exact(query, tl.trans(key), tl.zeros([query.shape[0], at_rope.shape[0]], tl.float32))
+    return dot_exact(query, tl.trans(key), tl.zeros([known.shape[0], at_rope.shape[0]], tl.float32))
 
 
 @triton.jit
-def queries_of(query_latent, query_rope, row, head, known, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, GROUPS: tl.constexpr,
-             LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr):  # fmt: skip
-    """A block of heads: latent queries by group [groups, heads, 64], rotary queries [heads, rope]."""
-    value = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    from_query = query_latent + row * ql_row + (head * ql_head)[None, :, None] + (value * ql_value)[:, None, :]
-    query = tl.load(from_query, mask=known[None, :, None] & (value < LATENT)[:, None, :], other=0.0)
-    turned = tl.arange(0, ROPE_BLOCK)
-    from_query = query_rope + row * qr_row + (head * qr_head)[:, None] + (turned * qr_value)[None, :]
-    return query, tl.load(from_query, mask=known[:, None] & (turned < ROPE)[None, :], other=0.0)
+def _group_logits(from_query, ql_value, known, stored, scale, group, LATENT: tl.constexpr):
+    """What one scale group adds to the logits; `from_query` [heads]."""
+    value = group * GROUP + tl.arange(0, GROUP)
+    query = tl.load(from_query[:, None] + (value * ql_value)[None, :], mask=known[:, None] & (value < LATENT)[None, :], other=0.0)
+    return dot_exact(query, tl.trans(_multiplied(stored)), tl.zeros([known.shape[0], scale.shape[0]], tl.float32)) * scale[None, :]
 
 
 @triton.jit
-def attend_tile(query, query_rope, at_latent, at_rope, used, largest, total, sums, SCALE: tl.constexpr, GROUPS: tl.constexpr,
-                 LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ENCODING: tl.constexpr):  # fmt: skip
-    """Add a tile of picks to the running largest logit [heads], weight [heads] and sums [groups, heads, 64]."""
-    heads: tl.constexpr = query_rope.shape[0]
-    picks: tl.constexpr = at_latent.shape[0]
-    stored, scale = _latents(at_latent, used, GROUPS, LATENT, ENCODING)
-    by_group = dot_exact(query, tl.trans(stored, 0, 2, 1), tl.zeros([GROUPS, heads, picks], tl.float32))
-    logits = tl.sum(by_group * scale[:, None, :], 0) + _rope_logits(query_rope, at_rope, used, ROPE, ROPE_BLOCK, ENCODING)
-    logits = tl.where(used[None, :], logits * SCALE, float("-inf"))
-    most = tl.maximum(largest, tl.max(logits, 1))
-    safe = tl.where(most == float("-inf"), 0.0, most)
-    kept = tl.exp(largest - safe)
-    weight = tl.exp(logits - safe[:, None])
-    spread = tl.broadcast_to(weight[None, :, :], [GROUPS, heads, picks]) * scale[:, None, :]
-    return most, total * kept + tl.sum(weight, 1), dot_exact(spread, stored, sums * kept[None, :, None])
+def _weights(logits, used, SCALE: tl.constexpr):
+    """Each head's largest logit, and the picks' weights relative to it."""
+    scaled = tl.where(used[None, :], logits * SCALE, float("-inf"))
+    largest = tl.max(scaled, 1)
+    return largest, tl.exp(scaled - tl.where(largest == float("-inf"), 0.0, largest)[:, None])
 
 
 @triton.jit
-def leave_split(sums, weights, row, split, head, known, largest, total, attended, HEADS: tl.constexpr, LATENT: tl.constexpr,
-           SPLITS: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    """Store a split's result for `_merge`."""
+def _store_group(to_sums, known, weight, stored, scale, group, LATENT: tl.constexpr, TERMS: tl.constexpr):
+    """One scale group's part of a split's sum; `to_sums` [heads]."""
+    part = dot_exact(weight * scale[None, :], _multiplied(stored), tl.zeros([known.shape[0], GROUP], tl.float32), TERMS)
+    value = group * GROUP + tl.arange(0, GROUP)
+    tl.store(to_sums[:, None] + value[None, :], part, mask=known[:, None] & (value < LATENT)[None, :])
+
+
+@triton.jit
+def attend_split(query_latent, query_rope, row, split, head, known, at_latent, at_rope, used, sums, weights, ql_row, ql_head, ql_value,
+                 qr_row, qr_head, qr_value, SCALE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+                 ROPE_BLOCK: tl.constexpr, SPLITS: tl.constexpr, ENCODING: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
+    """A block of heads over one split's picks: its largest logit and weight to `weights`, its sum, unless no pick is used, to `sums`."""
+    TILE_H: tl.constexpr = head.shape[0]
+    groups: tl.constexpr = (LATENT + GROUP - 1) // GROUP
+    terms: tl.constexpr = 2 if query_latent.dtype.element_ty == tl.bfloat16 else 3
     to_weight = weights + ((row * HEADS + head) * SPLITS + split) * 2
-    tl.store(to_weight, largest, mask=known)
-    tl.store(to_weight + 1, total, mask=known)
-    value = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    to_sums = sums + (((row * SPLITS + split) * HEADS + head) * LATENT)[None, :, None] + value[:, None, :]
-    tl.store(to_sums, attended, mask=known[None, :, None] & (value < LATENT)[:, None, :])
+    if tl.sum(used.to(tl.int32)) == 0:
+        tl.store(to_weight, tl.full([TILE_H], float("-inf"), tl.float32), mask=known)
+        tl.store(to_weight + 1, tl.zeros([TILE_H], tl.float32), mask=known)
+    else:
+        turned = tl.arange(0, ROPE_BLOCK)
+        from_query = query_rope + row * qr_row + (head * qr_head)[:, None] + (turned * qr_value)[None, :]
+        logits = _rope_logits(from_query, known, at_rope, used, ROPE, ROPE_BLOCK, ENCODING)
+        from_query = query_latent + row * ql_row + head * ql_head
+        to_sums = sums + ((row * SPLITS + split) * HEADS + head) * LATENT
+        if HELD:
+            held = ()
+            for group in tl.static_range(groups):
+                stored, scale = _latents(at_latent, used, group, LATENT, ENCODING)
+                logits += _group_logits(from_query, ql_value, known, stored, scale, group, LATENT)
+                held = held + (stored, scale)  # noqa: RUF005  # Triton compiles no star
+            largest, weight = _weights(logits, used, SCALE)
+            for group in tl.static_range(groups):
+                _store_group(to_sums, known, weight, held[2 * group], held[2 * group + 1], group, LATENT, terms)
+        else:
+            for group in range(groups):
+                stored, scale = _latents(at_latent, used, group, LATENT, ENCODING)
+                logits += _group_logits(from_query, ql_value, known, stored, scale, group, LATENT)
+            largest, weight = _weights(logits, used, SCALE)
+            for group in range(groups):
+                stored, scale = _latents(at_latent, used, group, LATENT, ENCODING)
+                _store_group(to_sums, known, weight, stored, scale, group, LATENT, terms)
+        tl.store(to_weight, largest, mask=known)
+        tl.store(to_weight + 1, tl.sum(weight, 1), mask=known)
 
 
 @triton.jit
@@ -150,24 +171,15 @@ def _picked(
 @triton.jit
 def _attend(query_latent, query_rope, latent, rope, selection, sums, weights, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value,
             latent_bytes, rope_bytes, SCALE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-            GROUPS: tl.constexpr, ROPE_BLOCK: tl.constexpr, ROPE_OFFSET: tl.constexpr, PICKS: tl.constexpr, SPLITS: tl.constexpr,
-            SPLIT_P: tl.constexpr, ENCODING: tl.constexpr, FORM: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr):  # fmt: skip
+            ROPE_BLOCK: tl.constexpr, ROPE_OFFSET: tl.constexpr, PICKS: tl.constexpr, SPLITS: tl.constexpr, ENCODING: tl.constexpr,
+            FORM: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
     split = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
-    known = head < HEADS
-    query, turned = queries_of(query_latent, query_rope, row, head, known, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, GROUPS,
-                             LATENT, ROPE, ROPE_BLOCK)  # fmt: skip
-    largest = tl.full([TILE_H], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_H], tl.float32)
-    attended = tl.zeros([GROUPS, TILE_H, GROUP], tl.float32)
-    for start in range(0, SPLIT_P, TILE_P):
-        pick = split * SPLIT_P + start + tl.arange(0, TILE_P)
-        used, at_latent, at_rope = _picked(latent, rope, selection, row, pick, latent_bytes, rope_bytes, PICKS, FORM, ROPE_OFFSET)
-        if tl.sum(used.to(tl.int32)) > 0:
-            largest, total, attended = attend_tile(query, turned, at_latent, at_rope, used, largest, total, attended, SCALE, GROUPS,
-                                                    LATENT, ROPE, ROPE_BLOCK, ENCODING)  # fmt: skip
-    leave_split(sums, weights, row, split, head, known, largest, total, attended, HEADS, LATENT, SPLITS, GROUPS)
+    pick = split * TILE_P + tl.arange(0, TILE_P)
+    used, at_latent, at_rope = _picked(latent, rope, selection, row, pick, latent_bytes, rope_bytes, PICKS, FORM, ROPE_OFFSET)
+    attend_split(query_latent, query_rope, row, split, head, head < HEADS, at_latent, at_rope, used, sums, weights, ql_row, ql_head,
+                 ql_value, qr_row, qr_head, qr_value, SCALE, HEADS, LATENT, ROPE, ROPE_BLOCK, SPLITS, ENCODING, HELD)  # fmt: skip
 
 
 @triton.jit
@@ -182,20 +194,21 @@ def _merge(sums, weights, out, HEADS: tl.constexpr, LATENT: tl.constexpr, SPLITS
     total = tl.load(from_weight + 1, mask=split < SPLITS, other=0.0)
     most = tl.max(largest, 0)
     share = tl.exp(largest - tl.where(most == float("-inf"), 0.0, most))
-    used = (split < SPLITS)[:, None] & (value < LATENT)[None, :]
+    used = (total != 0.0)[:, None] & (value < LATENT)[None, :]  # sums of a split without picks were not written
     parts = tl.load(sums + ((row * SPLITS + split) * HEADS + head)[:, None] * LATENT + value[None, :], mask=used, other=0.0)
     whole = tl.sum(total * share, 0)
     attended = tl.sum(parts * share[:, None], 0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(out + (row * HEADS + head) * LATENT + value, attended.to(out.dtype.element_ty), mask=value < LATENT)
 
 
-def shapes_of(heads: int, layout: RowLayout, picks: int, scale: float) -> dict[str, int | float]:
+def shapes_of(dtype: torch.dtype, heads: int, layout: RowLayout, picks: int, scale: float) -> dict[str, int | float]:
     """Launch constants of both attending kernels."""
     return {
         "SCALE": scale, "HEADS": heads, "LATENT": layout.latent, "ROPE": layout.rope,
-        "GROUPS": triton.next_power_of_2(triton.cdiv(layout.latent, SCALE_GROUP)),
         "ROPE_BLOCK": max(16, triton.next_power_of_2(layout.rope)), "PICKS": picks, "SPLITS": triton.cdiv(picks, SPLIT_PICKS),
-        "SPLIT_P": SPLIT_PICKS, "ENCODING": _ENCODINGS[layout.encoding], "TILE_P": TILE_PICKS, "TILE_H": TILE_HEADS, "num_warps": WARPS,
+        "ENCODING": _ENCODINGS[layout.encoding], "TILE_P": SPLIT_PICKS, "num_warps": WARPS,
+        "HELD": bool(HELD and dtype == torch.bfloat16 and not torch.version.hip),
+        "TILE_H": min(HIP_TILE_HEADS if torch.version.hip else TILE_HEADS, max(16, triton.next_power_of_2(heads))),
     }  # fmt: skip
 
 
@@ -227,13 +240,13 @@ def _launch(
         return out.zero_()
     selection = selection.contiguous()
     compact = form == COMPACT.value
-    shapes = shapes_of(heads, layout, picks, scale)
+    shapes = shapes_of(out.dtype, heads, layout, picks, scale)
     for start in range(0, rows, _BAND_ROWS):
         count = min(_BAND_ROWS, rows - start)
         ql, qr = query_latent[start:], query_rope[start:]
         sums, weights = partial_sums(count, heads, width, picks, out.device)
         skipped = start * picks if compact else 0
-        _attend[(shapes["SPLITS"], triton.cdiv(heads, TILE_HEADS), count)](
+        _attend[(shapes["SPLITS"], triton.cdiv(heads, shapes["TILE_H"]), count)](
             ql, qr, latent.view(-1)[skipped * strides[0] :], rope.view(-1)[skipped * strides[1] :], selection[start:], sums, weights,
             *ql.stride(), *qr.stride(), *strides, ROPE_OFFSET=rope_offset, FORM=form, **shapes,
         )  # fmt: skip
@@ -280,10 +293,11 @@ def sparse_mla_addresses(
 
 def _case(encoding: str, form: int, query: str = "*bf16") -> dict[str, object]:
     layout = RowLayout(encoding, 512, 64)  # type: ignore[arg-type]
-    return shapes_of(64, layout, 2048, 0.0625) | {
+    return shapes_of(torch.bfloat16, 64, layout, 2048, 0.0625) | {
         "query_latent": query, "query_rope": query, "latent": "*u8", "rope": "*u8", "selection": "*i64" if form == 2 else "*i32",
         "sums": "*fp32", "weights": "*fp32", "ql_row": 32768, "ql_head": 512, "ql_value": 1, "qr_row": 4096, "qr_head": 64, "qr_value": 1,
         "latent_bytes": layout.row_bytes, "rope_bytes": layout.row_bytes, "ROPE_OFFSET": layout.rope_offset, "FORM": form,
+        "TILE_H": {"cuda": TILE_HEADS, "hip": HIP_TILE_HEADS}, "HELD": {"cuda": query == "*bf16", "hip": False},
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.gather.kernel import copied_rows
 from kernels.layout import GroupField, RowLayout, TableField, TableLayout
 from kernels.round.plan import RoundPlan
-from kernels.sparse_mla.kernel import GROUP, TILE_HEADS, attend_tile, leave_split, merge_splits, partial_sums, queries_of, shapes_of
+from kernels.sparse_mla.kernel import HIP_TILE_HEADS, TILE_HEADS, attend_split, merge_splits, partial_sums, shapes_of
 
 __all__ = ["sparse_mla_round"]
 
@@ -48,9 +48,9 @@ def _planned(selection, slot, miss, source, scratch, scratch_rows, hot, live, of
 def _attend_round(query_latent, query_rope, selection, slot, fill, miss, source, table, place_of, scratch, sums, weights, ql_row, ql_head,
                   ql_value, qr_row, qr_head, qr_value, scratch_rows, first_field, layer_in_group, offset_bytes, FIELDS: tl.constexpr,
                   ROW_BYTES: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, SCALE: tl.constexpr,
-                  HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, GROUPS: tl.constexpr, ROPE_BLOCK: tl.constexpr,
-                  ROPE_OFFSET: tl.constexpr, PICKS: tl.constexpr, SPLITS: tl.constexpr, SPLIT_P: tl.constexpr, ENCODING: tl.constexpr,
-                  TILE_P: tl.constexpr, TILE_H: tl.constexpr):  # fmt: skip
+                  HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_BLOCK: tl.constexpr, ROPE_OFFSET: tl.constexpr,
+                  PICKS: tl.constexpr, SPLITS: tl.constexpr, ENCODING: tl.constexpr, TILE_P: tl.constexpr,
+                  TILE_H: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
     split = tl.program_id(0)
     row = tl.program_id(2).to(tl.int64)
     place = tl.load(place_of + row).to(tl.int64)
@@ -58,32 +58,19 @@ def _attend_round(query_latent, query_rope, selection, slot, fill, miss, source,
     live = (place >= 0) & (tl.load(fields + ROWS) > 0)
     hot = tl.load(fields + first_field + SLOTS)
     hot += layer_in_group * tl.load(fields + first_field + SLOTS_MAX) * ROW_BYTES
+    pick = split * TILE_P + tl.arange(0, TILE_P)
+    address = _planned(selection, slot, miss, source, scratch, scratch_rows, hot, live, offset_bytes, row * PICKS + pick, pick < PICKS,
+                       ROW_BYTES, PREFETCHED)  # fmt: skip
     if tl.program_id(1) == tl.num_programs(1) - 1:
-        for start in range(0, SPLIT_P, TILE_P):
-            pick = split * SPLIT_P + start + tl.arange(0, TILE_P)
-            address = _planned(selection, slot, miss, source, scratch, scratch_rows, hot, live, offset_bytes, row * PICKS + pick,
-                               pick < PICKS, ROW_BYTES, PREFETCHED)  # fmt: skip
-            to_slot = tl.load(fill + row * PICKS + pick, mask=pick < PICKS, other=-1)
-            to = tl.where((to_slot >= 0) & (address != 0), hot + to_slot.to(tl.int64) * ROW_BYTES, 0)
-            copied_rows(tl.where(to != 0, address, 0), to, WORDS, PADDED)
+        to_slot = tl.load(fill + row * PICKS + pick, mask=pick < PICKS, other=-1)
+        to = tl.where((to_slot >= 0) & (address != 0), hot + to_slot.to(tl.int64) * ROW_BYTES, 0)
+        copied_rows(tl.where(to != 0, address, 0), to, WORDS, PADDED)
     else:
         head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
-        known = head < HEADS
-        query, turned = queries_of(query_latent, query_rope, row, head, known, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, GROUPS,
-                                   LATENT, ROPE, ROPE_BLOCK)  # fmt: skip
-        largest = tl.full([TILE_H], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_H], tl.float32)
-        attended = tl.zeros([GROUPS, TILE_H, GROUP], tl.float32)
-        for start in range(0, SPLIT_P, TILE_P):
-            pick = split * SPLIT_P + start + tl.arange(0, TILE_P)
-            address = _planned(selection, slot, miss, source, scratch, scratch_rows, hot, live, offset_bytes, row * PICKS + pick,
-                               pick < PICKS, ROW_BYTES, PREFETCHED)  # fmt: skip
-            used = address != 0
-            if tl.sum(used.to(tl.int32)) > 0:
-                at_latent = tl.multiple_of(address.to(BYTE), 16)
-                largest, total, attended = attend_tile(query, turned, at_latent, at_latent + ROPE_OFFSET, used, largest, total, attended,
-                                                       SCALE, GROUPS, LATENT, ROPE, ROPE_BLOCK, ENCODING)  # fmt: skip
-        leave_split(sums, weights, row, split, head, known, largest, total, attended, HEADS, LATENT, SPLITS, GROUPS)
+        at_latent = tl.multiple_of(address.to(BYTE), 16)
+        attend_split(query_latent, query_rope, row, split, head, head < HEADS, at_latent, at_latent + ROPE_OFFSET, address != 0, sums,
+                     weights, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, SCALE, HEADS, LATENT, ROPE, ROPE_BLOCK, SPLITS,
+                     ENCODING, HELD)  # fmt: skip
 
 
 def sparse_mla_round(
@@ -97,10 +84,10 @@ def sparse_mla_round(
     if picks == 0 or rows == 0:
         return out.zero_()
     brought = scratch if scratch is not None and scratch.shape[0] > 0 else None
-    shapes = shapes_of(heads, layout, picks, scale)
+    shapes = shapes_of(out.dtype, heads, layout, picks, scale)
     sums, weights = partial_sums(rows, heads, width, picks, out.device)
     words = layout.row_bytes // 4
-    _attend_round[(shapes["SPLITS"], triton.cdiv(heads, TILE_HEADS) + 1, rows)](
+    _attend_round[(shapes["SPLITS"], triton.cdiv(heads, shapes["TILE_H"]) + 1, rows)](
         query_latent, query_rope, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of,
         plan.selection if brought is None else brought, sums, weights, *query_latent.stride(), *query_rope.stride(),
         0 if brought is None else brought.shape[0], table_layout.group(group, 0), layer_in_group, offset_bytes, FIELDS=table.shape[1],
@@ -113,12 +100,13 @@ def sparse_mla_round(
 
 def _case(prefetched: bool) -> dict[str, object]:
     layout = RowLayout("q8g64", 512, 64)
-    return shapes_of(64, layout, 2048, 0.0625) | {
+    return shapes_of(torch.bfloat16, 64, layout, 2048, 0.0625) | {
         "query_latent": "*bf16", "query_rope": "*bf16", "selection": "*i32", "slot": "*i32", "fill": "*i32", "miss": "*i32",
         "source": "*i64", "table": "*i64", "place_of": "*i32", "scratch": "*u8", "sums": "*fp32", "weights": "*fp32", "ql_row": 32768,
         "ql_head": 512, "ql_value": 1, "qr_row": 4096, "qr_head": 64, "qr_value": 1, "scratch_rows": "i32", "first_field": "i32",
         "layer_in_group": "i32", "offset_bytes": "i32", "FIELDS": TableLayout(22).fields, "ROW_BYTES": layout.row_bytes,
         "PREFETCHED": prefetched, "WORDS": layout.row_bytes // 4, "PADDED": 256, "ROPE_OFFSET": layout.rope_offset,
+        "TILE_H": {"cuda": TILE_HEADS, "hip": HIP_TILE_HEADS}, "HELD": {"cuda": True, "hip": False},
     }  # fmt: skip
 
 

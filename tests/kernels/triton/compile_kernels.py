@@ -1,9 +1,9 @@
 """Compile every Triton kernel under kernels/ for AMD and NVIDIA cards without one; run as a script, in a process of its own.
 
 A kernel module (`kernels/**/kernel*.py`) lists what it launches in COMPILE: pairs of a kernel and a dictionary of argument name to Triton
-type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options, a number or
-one a backend. Pointers are 16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and is called by no
-other kernel is a failure; so is one over its target's shared memory (SHARED_BYTES_MAX).
+type ("*i64", "i32", "fp32") or constexpr value, at the model's true shapes; "num_warps" and "num_stages" are launch options. A value may be
+a dictionary, "cuda" and "hip". Pointers are 16-byte aligned unless the kernel does not specialise on that. A kernel that is on no list and
+is called by no other kernel is a failure; so is one over its target's shared memory (SHARED_BYTES_MAX).
 
 Prints a line a failure, then the number of compilations. Exit status 1 if anything failed.
 """
@@ -49,8 +49,8 @@ def modules() -> Iterator[tuple[ModuleType, dict[str, ast.FunctionDef]]]:
 
 def source_of(kernel: Any, arguments: dict[str, Any], backend: str) -> tuple[ASTSource, dict[str, int]]:
     """What Triton compiles, and launch options."""
-    options = {name: arguments[name] for name in OPTIONS if name in arguments}
-    options = {name: value[backend] if isinstance(value, dict) else value for name, value in options.items()}
+    arguments = {name: value[backend] if isinstance(value, dict) else value for name, value in arguments.items()}
+    options = {name: value for name, value in arguments.items() if name in OPTIONS}
     given = {name: value for name, value in arguments.items() if name not in OPTIONS}
     missing = set(kernel.arg_names) ^ set(given)
     assert not missing, f"COMPILE differs from the kernel's arguments in {sorted(missing)}"

@@ -47,6 +47,17 @@ def splits_follow_the_weight() -> None:
     company.row_invariant(lambda picked: heads_linear(heads[picked], per_head), 3)
 
 
+def float_weights_under_bf16_rows() -> None:
+    """float32 weights under bf16 rows give the float64 product to float32 rounding, with splits and without."""
+    torch.manual_seed(6)
+    for outputs, width in ((5, 64), (40, 1500)):
+        x, weight = torch.randn(3, width).bfloat16(), torch.randn(outputs, width)
+        company.near(f"{width}", kernel.linear(x, weight, torch.float32), x.double() @ weight.double().t(), 2e-6)
+        parts = kernel.linear_parts(x, weight)
+        company.near("in splits", parts.sum(0), x.double() @ weight.double().t(), 2e-6)
+    assert parts.shape[0] > 1
+
+
 def every_kind_of_tiling() -> None:
     """One part or several, splits or none, steps that end past the width or on it: the exact product, bf16 and FP8, alike alone."""
     torch.manual_seed(4)
@@ -64,6 +75,7 @@ def every_kind_of_tiling() -> None:
 
 def main() -> None:
     every_kind_of_tiling()
+    float_weights_under_bf16_rows()
     weights_narrower_than_rows()
     bf16_rows()
     splits_follow_the_weight()

@@ -55,7 +55,7 @@ def by_plan_and_gathered(step: Step, sessions: list[PlainSession | None], picks:
 
 def main() -> None:
     assert LAYOUT.row.row_bytes == ROW_BYTES
-    kernel.SPLIT_PICKS, kernel.TILE_PICKS = 32, 16
+    kernel.SPLIT_PICKS = 32
     sessions = world()
     generator = torch.Generator().manual_seed(3)
     ends = torch.tensor([300, 200, 640])

@@ -90,12 +90,17 @@ def compare_random_steps(slots: list[int], picks: int, rows: int, steps: int, sp
 
 
 def refused_picks_come_out_unused() -> None:
-    """Positions past the session, or without a block, read nothing, map nothing and count as nothing."""
+    """Positions past the session, or without a block, read nothing, map nothing and count as nothing; in a plan of one row and of two."""
+    for rows in (1, 2):
+        _one_refusal(rows)
+
+
+def _one_refusal(rows: int) -> None:
     sessions = world([4], [300], [256])
     one = sessions[0]
     assert one is not None
     one.block_table[1] = 0
-    step = Step(sessions, [0], [[301, 70, 3, 2**31 - 1]]).begin()
+    step = Step(sessions, [0, -1][:rows], [[301, 70, 3, 2**31 - 1], [-1] * 4][:rows]).begin()
     plan = step.plan_group()
     assert (plan.source[0] != 0).tolist() == [False, False, True, False]
     assert plan.fill[0].tolist() == [-1, -1, 0, -1]
@@ -133,6 +138,8 @@ def main() -> None:
     begun = time.monotonic()
     for slots, picks, rows, spread in (([40, 9], 33, 4, 3), ([5], 1, 1, 16), ([64, 64, 64], 64, 5, 1), ([8], 65, 3, 2)):
         compare_random_steps(slots, picks, rows, 4, spread, seed=picks)
+    for slots, picks, spread in (([40, 9], 33, 3), ([20], 64, 2), ([7], 100, 1), ([300, 64], 128, 1)):  # a plan of one row, one launch
+        compare_random_steps(slots, picks, 1, 8, spread, seed=picks)
     kernel.PICKS_TILE, kernel.SETTLE_TILE_MAX, tiles = 8, 4, (kernel.PICKS_TILE, kernel.SETTLE_TILE_MAX)
     for programs in (nullcontext, interpreted.programs_backwards):
         with programs():
