@@ -37,7 +37,10 @@ def near(got: Tensor, wanted: Tensor, bound: float) -> None:
     assert error <= bound, f"differs by {error:.3g} of its row's size, more than {bound:.3g}"
 
 
-@pytest.mark.parametrize(("outputs", "width"), [(2048, 6144), (576, 6144), (6144, 16384), (256, 6144), (33, 100)])
+@pytest.mark.parametrize(
+    ("outputs", "width"),
+    [(2048, 6144), (576, 6144), (16384, 2048), (4096, 2048), (128, 6144), (32, 6144), (6144, 16384), (256, 6144), (33, 100)],
+)
 def test_products_are_exact_and_alone(outputs: int, width: int) -> None:
     """bf16 rows and weights: float64's product to bf16 rounding, and the same bits for a row in any company."""
     weight = drawn(outputs, width, seed=1, scale=width**-0.5).bfloat16()
@@ -119,6 +122,66 @@ def test_index_scores_follow_the_reference(rows: int) -> None:
     there = torch.tensor([page.data_ptr() for page in card], device="cuda")
     index_score.index_scores(query.cuda(), weights.cuda(), there, keys, layout, got)
     near(got[:, :keys], wanted[:, :keys], 1e-4)
+
+
+def test_a_row_has_the_same_scores_beside_any_number_of_rows() -> None:
+    """Groups of one, two and four rows share a product and no bit of a row's scores follows, by pages or through a step table's places."""
+    layout, keys = KeyLayout("bf16", 128), 3 * 1024
+    page = drawn(keys, 128, seed=1).bfloat16().cuda()
+    pages = page.data_ptr() + torch.arange(3, device="cuda") * layout.page_bytes
+    query, weights = drawn(8, 32, 128, seed=2).bfloat16().cuda(), drawn(8, 32, seed=3).cuda()
+    alone = torch.empty((8, keys), device="cuda")
+    for row in range(8):
+        index_score.index_scores(query[row : row + 1], weights[row : row + 1], pages, keys, layout, alone[row : row + 1])
+    for count in (2, 3, 4, 5, 8):
+        beside = torch.empty((count, keys), device="cuda")
+        index_score.index_scores(query[:count], weights[:count], pages, keys, layout, beside)
+        assert torch.equal(beside, alone[:count]), f"{count} rows"
+
+
+def test_a_router_chooses_alike_in_any_company() -> None:
+    """bf16 rows by a float32 gate: float64's experts, and the same bits of the weights alone and among 1 to 64 rows."""
+    y, gate, bias = drawn(64, 6144, seed=1).bfloat16().cuda(), drawn(64, 6144, seed=2, scale=6144**-0.5).cuda(), drawn(64, seed=3).cuda()
+    how = {"experts_per_token": 8, "groups": 1, "groups_kept": 1, "normalise": True, "factor": 2.5}
+    ids, weights = moe.route(y, gate, bias, **how)  # type: ignore[arg-type]  # the keywords of `route`
+    wanted = ((y.double() @ gate.double().T).sigmoid() + bias.double()).topk(8).indices
+    assert torch.equal(ids.sort().values, wanted.sort().values)
+    for count in COUNTS:
+        some_ids, some_weights = moe.route(y[:count], gate, bias, **how)  # type: ignore[arg-type]  # the keywords of `route`
+        assert torch.equal(some_ids, ids[:count]), f"{count} rows"
+        assert torch.equal(some_weights, weights[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("width", [2048, 12288])
+def test_a_dense_mlp_is_near_and_alone(width: int) -> None:
+    """Gate, up and activation in one launch, bf16: near float32, and the same bits for a row in any company."""
+    gate, up = (drawn(width, 6144, seed=seed, scale=6144**-0.5).bfloat16().cuda() for seed in (1, 2))
+    down, y = drawn(6144, width, seed=3, scale=width**-0.5).bfloat16().cuda(), drawn(64, 6144, seed=4).bfloat16().cuda()
+    whole = moe.gated_mlp(y, gate, up, down)
+    activated = torch.nn.functional.silu(y.float() @ gate.float().T) * (y.float() @ up.float().T)
+    near(whole, activated @ down.float().T, 2e-2)
+    for count in COUNTS:
+        assert torch.equal(moe.gated_mlp(y[:count], gate, up, down), whole[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_attention_of_bf16_queries_is_alone(rows: int) -> None:
+    """bf16 queries over q8g64 rows: float32 torch on the card to bf16 rounding, and a row's bits in any company."""
+    layout = RowLayout("q8g64", 512, 64)
+    packed = quantize.pack_rows(drawn(rows * 2048, 512, seed=1), drawn(rows * 2048, 64, seed=2), layout).view(rows, 2048, -1).cuda()
+    selection = torch.arange(2048, dtype=torch.int32, device="cuda").repeat(rows, 1)
+    selection[-1, 1000:] = -1
+    latent, turned = drawn(rows, 64, 512, seed=3).bfloat16().cuda(), drawn(rows, 64, 64, seed=4).bfloat16().cuda()
+    got = sparse_mla.sparse_mla_packed(latent, turned, packed, selection, layout, 0.0625)
+    values, keys = quantize.unpack_rows(packed, layout)
+    logits = torch.einsum("rhl,rpl->rhp", latent.float(), values) + torch.einsum("rhl,rpl->rhp", turned.float(), keys)
+    logits = torch.where(selection[:, None] >= 0, logits * 0.0625, -torch.inf)
+    near(got.flatten(1), torch.einsum("rhp,rpl->rhl", torch.softmax(logits, -1), values).flatten(1), 2**-7)
+    for row in range(rows):
+        alone = sparse_mla.sparse_mla_packed(
+            latent[row : row + 1], turned[row : row + 1], packed[row : row + 1].contiguous(), selection[row : row + 1], layout, 0.0625
+        )
+        assert torch.equal(alone[0], got[row]), f"row {row}"
 
 
 @pytest.mark.parametrize("encoding", ["q8g64", "bf16"])
