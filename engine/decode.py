@@ -373,4 +373,5 @@ class DecodeStep:
             logits = logits.view(self._places, self._rows, -1)
         count = self._places * self._rows
         tokens, bad_layer = landed[: 2 * count].view(2, self._places, self._rows)
-        return StepOutput(tokens, bad_layer, *landed[2 * count :].view(2, self._places), logits)
+        accepted, judged = landed[2 * count :].view(2, self._places)
+        return StepOutput(tokens, bad_layer, accepted, judged, logits)

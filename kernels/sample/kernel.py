@@ -293,9 +293,13 @@ def top_logprobs(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
 _VOCABULARY = {"VOCABULARY": 154880, "CHUNKS": 38, "CHUNK": CHUNK, "num_warps": _WARPS}
 _ROWS = _VOCABULARY | {"parameters": "*fp32", "values": "*fp32", "CHUNKS_BLOCK": 64}
 _CUTS = _ROWS | {"states": "*i32", "counts": "*i32", "prefixes": "*i32", "wanteds": "*fp64", "masses": "*fp64"}
+_PENALISE = _VOCABULARY | {
+    "logits": "*fp32", "stride": 154880, "parameters": "*fp32", "prompt_seen": "*i64", "output_counts": "*i64", "before": "*i64",
+    "values": "*fp32", "tops": "*fp32",
+}  # fmt: skip
 COMPILE = [
-    *((_penalise, _VOCABULARY | {"logits": "*fp32", "stride": 154880, "parameters": "*fp32", "prompt_seen": "*i64", "before": "*i64",
-                                 "output_counts": "*i64", "values": "*fp32", "tops": "*fp32", "BEFORE": count}) for count in (0, 7)),
+    (_penalise, _PENALISE | {"BEFORE": 0}),
+    (_penalise, _PENALISE | {"BEFORE": 7}),
     (_scale, _ROWS | {"tops": "*fp32", "ends": "*i64", "limits": "*i64"}),
     (_mass, _CUTS | {"PASS": 0}),
     (_mass, _CUTS | {"PASS": 3}),
