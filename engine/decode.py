@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.draft import Drafter, Judged
-from engine.rows import Destinations, store, store_key, store_row
+from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
 from kernels.locate import locate_new
@@ -194,7 +194,7 @@ class DecodeStep:
             if selected is None:
                 keyed = chain.submit(
                     streams.compute,
-                    lambda: self._write_key(layers[0], group),
+                    lambda: self._write(layers[0], group),
                     label=f"group.{group}.key",
                     reads=(self._u,),
                     writes=(self._qr,),
@@ -293,17 +293,18 @@ class DecodeStep:
         buffer.copy_(value)
         return buffer
 
-    def _write_key(self, local: int, group: int) -> None:
-        """What the selection needs of its full layer, and nothing else: scoring, choosing and the plan run beside all that follows."""
-        layer = self._stage.model.layers[local]
-        self._made = layer.project_input(self._input)
-        self._latent = self._keep(self._qr, layer.mla.norm_latent(self._made.latent))
-        store_key(layer, self._made.full_key, (self._cos, self._sin), self._stage.layout, group, self._destinations)
+    def _write(self, local: int, key_layer: int | None) -> None:
+        """One product of the layer's input and what follows it: row, key, query latent, head weights. Of a full layer it is all that the
+        selection needs: scoring, choosing and the plan run beside what comes after."""
+        layer, to = self._stage.model.layers[local], self._destinations
+        made = layer.project_input(self._input)
+        latent, self._head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
+        self._latent = self._keep(self._qr, latent)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
-        stage, plan = self._stage, self._plans[group]
+        stage, plan, head_weights = self._stage, self._plans[group], self._head_weights
         query = stage.model.layers[full].full_indexer.project_query(self._latent, self._cos, self._sin)
-        head_weights = self._made.full_head_weights.to(torch.float32)
+        assert head_weights is not None, f"layer {full} makes a selection"
         select_places(
             table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scores
         )
@@ -316,12 +317,10 @@ class DecodeStep:
             self._stage.rounds.fetch(self._plans[group], layer, scratch)
 
     def _ask(self, local: int, place: int) -> None:
-        """The layer's row and its absorbed query."""
+        """The layer's absorbed query, and behind the group's first its row."""
         layer = self._stage.model.layers[local]
         if place > 0:
-            self._made = layer.project_input(self._input)
-            self._latent = self._keep(self._qr, layer.mla.norm_latent(self._made.latent))
-        store_row(layer, self._made.row, (self._cos, self._sin), self._stage.layout, local, self._destinations)
+            self._write(local, None)
         latent, rope = layer.mla.project_query(self._latent, self._cos, self._sin)
         self._asked = Query(self._keep(self._query.latent, latent), self._keep(self._query.rope, rope), self._query.scale)
 

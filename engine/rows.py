@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.model.indexer import KEY_NORM_EPS
-from engine.model.layer import LayerWeights
+from engine.model.layer import LayerInput, LayerWeights
 from kernels.layout import BlockLayout
-from kernels.row_write import write_keys, write_rows
+from kernels.row_write import NewKeys, NewRows, write_keys, write_layer, write_rows
 
-__all__ = ["Destinations", "store", "store_key", "store_row"]
+__all__ = ["Destinations", "store", "store_input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def store(
     layer: LayerWeights, u: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, key_layer: int | None,
     destinations: Destinations, positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write one layer's packed rows, and its index keys where it has any, to ring (or block) and page.
+    """Write one layer's packed rows, and its index keys where it has any, to ring (or block) and page: where nothing else of it is asked.
 
     u          [T, hidden]  float  normed input of the layer
     positions  [T] or None  int64  if given, a row at position 0 is stored as zeros: slot 0 of the MTP layer stays empty, the same bytes
@@ -41,27 +41,29 @@ def store(
     Args: local: the layer in the stage. key_layer: its selection group if it makes the selection, else None.
     """
     if key_layer is not None:
-        store_key(layer, layer.full_indexer.key_source(u), rope_table, layout, key_layer, destinations, positions)
-    store_row(layer, layer.mla.row_source(u), rope_table, layout, local, destinations, positions)
+        write_keys(_new_keys(layer, layer.full_indexer.key_source(u), layout, key_layer, destinations), rope_table, positions)
+    write_rows(_new_rows(layer, layer.mla.row_source(u), layout, local, destinations), rope_table, positions)
 
 
-def store_row(
-    layer: LayerWeights, source: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, destinations: Destinations,
-    positions: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write one layer's packed rows, made of `source` [T, R + Dr]; see `store`."""
-    mla = layer.mla
-    offset = layout.row_offset(local)
-    write_rows(source, mla.row_norm, mla.norm_eps, rope_table, destinations.rows, offset, layout.row, positions)
+def store_input(
+    layer: LayerWeights, made: LayerInput, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, key_layer: int | None,
+    destinations: Destinations,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Write one layer's packed rows and index keys from what was made of its input; arguments as in `store`.
+
+    Returns: the normed query latent [T, Rq], and the indexer's head weights, float32 [T, I], of a layer that makes the selection.
+    """
+    new = _new_rows(layer, made.row, layout, local, destinations)
+    keys = None if key_layer is None else _new_keys(layer, made.full_key, layout, key_layer, destinations)
+    head_weights = None if key_layer is None else made.full_head_weights
+    return write_layer(made.latent, layer.mla.query_norm, layer.mla.norm_eps, new, keys, head_weights, rope_table)
 
 
-def store_key(
-    layer: LayerWeights, source: Tensor, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, key_layer: int, destinations: Destinations,
-    positions: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write one full layer's index keys, made of `source` [T, Di]; see `store`."""
-    indexer = layer.full_indexer
-    write_keys(
-        source, indexer.key_norm, indexer.key_bias, KEY_NORM_EPS, rope_table, destinations.keys,
-        key_layer * layout.key_layer_bytes, destinations.pages[key_layer], layout.key, positions,
-    )  # fmt: skip
+def _new_rows(layer: LayerWeights, source: Tensor, layout: BlockLayout, local: int, destinations: Destinations) -> NewRows:
+    return NewRows(source, layer.mla.row_norm, layer.mla.norm_eps, destinations.rows, layout.row_offset(local), layout.row)
+
+
+def _new_keys(layer: LayerWeights, source: Tensor, layout: BlockLayout, key_layer: int, destinations: Destinations) -> NewKeys:
+    indexer, pages = layer.full_indexer, destinations.pages[key_layer]
+    offset = key_layer * layout.key_layer_bytes
+    return NewKeys(source, indexer.key_norm, indexer.key_bias, KEY_NORM_EPS, destinations.keys, offset, pages, layout.key)

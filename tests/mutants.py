@@ -7,19 +7,20 @@ Its docstring says which rule it breaks.
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import engine.decode
-import engine.rows
 import kernels.round.reference
+import kernels.row_write.reference
 import kernels.verify.reference
 from engine.chain import Chain
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from kernels.place import state_values
+from kernels.row_write import NewKeys
 from memory.allotment import Allotment
 from memory.copyback import Copyback, copy_bytes
 from memory.counts import RowCounts
@@ -180,21 +181,17 @@ def slot_map_not_cleared() -> None:
 
 def index_keys_late() -> None:
     """A decode step's keys reach their page one step after its rows reach the ring."""
-    real = engine.rows.write_keys  # type: ignore[attr-defined]
-    calls: list[tuple[Any, ...]] = []
+    real = kernels.row_write.reference.write_keys
+    calls: list[tuple[NewKeys, tuple[Tensor, Tensor], Tensor | None]] = []
 
-    def write(
-        projected: Tensor, weight: Tensor, bias: Tensor, eps: float, table: Any, destinations: Tensor, offset_bytes: int, pages: Tensor,
-        layout: Any, positions: Tensor | None,
-    ) -> None:  # fmt: skip
-        nowhere = torch.zeros_like(pages)
-        real(projected, weight, bias, eps, table, destinations, offset_bytes, nowhere, layout, positions)
-        kept = None if positions is None else positions.clone()
-        calls.append((projected.clone(), weight, bias, eps, table, nowhere, 0, pages.clone(), layout, kept))
+    def write(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
+        real(replace(new, pages=torch.zeros_like(new.pages)), rope_table, positions)
+        nowhere, kept = torch.zeros_like(new.destinations), None if positions is None else positions.clone()
+        calls.append((replace(new, projected=new.projected.clone(), destinations=nowhere, pages=new.pages.clone()), rope_table, kept))
         if len(calls) > 2:
             real(*calls.pop(0))
 
-    engine.rows.write_keys = write  # type: ignore[attr-defined]
+    kernels.row_write.reference.write_keys = write
 
 
 def table_rewritten_out_of_order() -> None:

@@ -112,7 +112,7 @@ def join_norms(first: Tensor, first_weight: Tensor, second: Tensor, second_weigh
 
 
 _HIDDEN = {"x": "*bf16", "out": "*bf16", "weight": "*bf16", "x_stride": "i32", "eps": "fp32"}
-_PAIR = dict.fromkeys(("first", "first_weight", "second_weight", "out"), "*bf16") | {"eps": "fp32"}
+_PAIR: dict[str, str | int] = {"first": "*bf16", "first_weight": "*bf16", "second_weight": "*bf16", "out": "*bf16", "eps": "fp32"}
 _PAIR |= {"first_stride": "i32", "second_stride": "i32", "WIDTH": 6144, "BLOCK": 8192, "num_warps": 16}
 COMPILE = [
     (_join, _PAIR | {"second": "*fp32"}),

@@ -1,4 +1,4 @@
-"""What a layer keeps of new positions: from a projection's output to packed bytes where they belong, a launch for rows and one for keys.
+"""What a layer keeps of new positions: from a projection's output to packed bytes where they belong, in one launch.
 
 `reference.py` is the definition, the operations one after another; `kernel.py` does them in registers: small launches in a row cost more
 than what they move, and a step has some ten rows and keys to write.
@@ -6,66 +6,62 @@ than what they move, and a step has some ten rows and keys to write.
 
 from torch import Tensor
 
-from kernels.layout import KeyLayout, RowLayout
 from kernels.place import on_cpu
 from kernels.row_write import reference
+from kernels.row_write.source import NewKeys, NewRows
 
-__all__ = ["write_keys", "write_rows"]
-
-
-def _check(projected: Tensor, rope_table: tuple[Tensor, Tensor], destinations: Tensor, positions: Tensor | None, weight: Tensor) -> None:
-    rows = projected.shape[:1]
-    assert destinations.shape == rows, f"{tuple(destinations.shape)} destinations for {rows[0]} rows"
-    assert positions is None or positions.shape == rows, f"positions of {tuple(positions.shape)} for {rows[0]} rows"
-    assert rope_table[0].shape[:1] == rows, f"a RoPE table of {rope_table[0].shape[0]} rows for {rows[0]}"
-    assert projected.dtype == weight.dtype == rope_table[0].dtype, f"{projected.dtype}, {weight.dtype} and {rope_table[0].dtype} mixed"
+__all__ = ["NewKeys", "NewRows", "write_keys", "write_layer", "write_rows"]
 
 
-def write_rows(
-    projected: Tensor, weight: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor, offset_bytes: int,
-    layout: RowLayout, positions: Tensor | None = None,
-) -> None:  # fmt: skip
-    """RMS-norm the latent, rotate the RoPE key, pack, and store each row at `destinations[t] + offset_bytes`.
+def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tensor | None = None) -> None:
+    """RMS-norm the latent, rotate the RoPE key, pack, and store each row where `new` says.
 
-    projected     [T, R + Dr]   float  device  the row product's output
-    weight        [R]           projected's dtype  of the latent's norm
-    rope_table    2 x [T, Dr / 2]  projected's dtype  cosines, sines
-    destinations  [T]           int64  device  address of the row in layer 0; 0: padding, nothing is stored; others distinct
-    positions     [T] or None   int64  device  if given, a row at position 0 is stored as zeros
-    offset_bytes                distance from layer 0 to this layer
+    rope_table  2 x [T, Dr / 2]  the projection's dtype  cosines, sines
+    positions   [T] or None      int64                   if given, a row at position 0 is stored as zeros
     """
-    _check(projected, rope_table, destinations, positions, weight)
-    assert projected.shape[1] == layout.latent + layout.rope, f"rows of {projected.shape[1]} values do not fit {layout}"
-    assert 2 * rope_table[0].shape[1] == layout.rope, f"a RoPE table of {rope_table[0].shape[1]} pairs for {layout}"
-    if on_cpu("write_rows", projected):
-        reference.write_rows(projected, weight, eps, rope_table, destinations, offset_bytes, layout, positions)
+    new.check(rope_table, positions)
+    if on_cpu("write_rows", new.projected):
+        reference.write_rows(new, rope_table, positions)
     else:
         from kernels.row_write import kernel
 
-        kernel.write_rows(projected, weight, eps, rope_table, destinations, offset_bytes, layout, positions)
+        kernel.write_rows(new, rope_table, positions)
 
 
-def write_keys(
-    projected: Tensor, weight: Tensor, bias: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor,
-    offset_bytes: int, pages: Tensor, layout: KeyLayout, positions: Tensor | None = None,
-) -> None:  # fmt: skip
+def write_keys(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None = None) -> None:
     """LayerNorm index keys, rotate their first values, pack, and store each in its block and in its page.
 
-    projected     [T, Di]       float  device  the key product's output
-    weight, bias  [Di]          projected's dtype  of the keys' norm
-    rope_table    2 x [T, Dr / 2]  projected's dtype  cosines, sines; Dr at most Di
-    destinations  [T]           int64  device  address of the key in key layer 0 of its block; 0: padding, nothing is stored there
-    pages         [T]           int64  device  address of the key in its page; 0: likewise. Addresses other than 0 are distinct
-    positions     [T] or None   int64  device  if given, a key at position 0 is stored as zeros
-    offset_bytes                distance from key layer 0 to this one, in the block alone
+    rope_table  2 x [T, Dr / 2]  the projection's dtype  cosines, sines; Dr at most Di
+    positions   [T] or None      int64                   if given, a key at position 0 is stored as zeros
     """
-    _check(projected, rope_table, destinations, positions, weight)
-    assert projected.shape[1] == layout.width, f"keys of {projected.shape[1]} values do not fit {layout}"
-    assert 2 * rope_table[0].shape[1] <= layout.width, f"a RoPE table of {rope_table[0].shape[1]} pairs for {layout}"
-    assert pages.shape == destinations.shape, f"{tuple(pages.shape)} pages for {tuple(destinations.shape)} destinations"
-    if on_cpu("write_keys", projected):
-        reference.write_keys(projected, weight, bias, eps, rope_table, destinations, offset_bytes, pages, layout, positions)
+    new.check(rope_table, positions)
+    if on_cpu("write_keys", new.projected):
+        reference.write_keys(new, rope_table, positions)
     else:
         from kernels.row_write import kernel
 
-        kernel.write_keys(projected, weight, bias, eps, rope_table, destinations, offset_bytes, pages, layout, positions)
+        kernel.write_keys(new, rope_table, positions)
+
+
+def write_layer(
+    latent: Tensor, weight: Tensor, eps: float, rows: NewRows, keys: NewKeys | None, head_weights: Tensor | None,
+    rope_table: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """All that follows the products of a layer's input: rows and keys written, the query latent normed, head weights in float32.
+
+    latent        [T, Rq]         float  values of a row side by side
+    weight        [Rq]            latent's dtype  of its RMSNorm
+    keys          None for a layer without an indexer, as are head_weights
+    head_weights  [T, I] or None  latent's dtype
+    returns       [T, Rq] normed latents, contiguous; [T, I] float32 or None
+    """
+    rows.check(rope_table, None)
+    assert latent.shape == (rows.projected.shape[0], weight.shape[0]), f"latents of {tuple(latent.shape)}"
+    assert (keys is None) == (head_weights is None), "keys and head weights come together"
+    if keys is not None:
+        keys.check(rope_table, None)
+    if on_cpu("write_layer", latent):
+        return reference.write_layer(latent, weight, eps, rows, keys, head_weights, rope_table)
+    from kernels.row_write import kernel
+
+    return kernel.write_layer(latent, weight, eps, rows, keys, head_weights, rope_table)

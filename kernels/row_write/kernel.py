@@ -1,4 +1,5 @@
-"""New rows and keys on a device: one program norms, rotates, packs and stores one row, or one key twice.
+"""New rows and keys on a device: one program norms, rotates, packs and stores one row, or one key twice; beside them, of a whole layer,
+programs norm the query latent and widen the head weights.
 
 Invariants:
 1. Roundings are the reference's: the norm rounds to the projection's dtype before the weight and again behind it, every product of the
@@ -9,6 +10,7 @@ Invariants:
 Bytes of one GLM row: 1.1 KiB read, 656 written; of a key 0.8 KiB read, 512 written. Nothing beside a launch.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,8 +19,9 @@ from kernels.layout import KeyLayout, RowLayout
 from kernels.norm.kernel import rms_scaled
 from kernels.quantize.kernel import GROUP, key_shape, row_shape, store_quantized, store_wide, store_zeros
 from kernels.rope.kernel import turned
+from kernels.row_write.source import NewKeys, NewRows
 
-__all__ = ["write_keys", "write_rows"]
+__all__ = ["write_keys", "write_layer", "write_rows"]
 
 
 @triton.jit
@@ -30,13 +33,13 @@ def _table_row(cos, sin, row, stride, pair, known):
 
 
 @triton.jit
-def _write_rows(
-    projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
+def _write_row(
+    row, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
     QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    """Norm, rotate, pack and store one row."""
     address = tl.load(destinations + row)
     wanted = address != 0
     start = tl.where(wanted, address + offset_bytes, 0)
@@ -78,12 +81,12 @@ def _store_key(even, odd, pair, start, WIDE: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _write_keys(
-    projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
+def _write_key(
+    row, projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
     SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
+    """Norm, rotate and pack one key, and store it twice."""
     address = tl.load(destinations + row)
     pair = tl.arange(0, PADDED)  # twice as many as there are
     at_even = 2 * pair
@@ -112,37 +115,132 @@ def _write_keys(
     _store_key(even, odd, pair, tl.load(pages + row), WIDE, WIDTH, KEY_BYTES)
 
 
+@triton.jit
+def _write_rows(
+    projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
+    QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+):  # fmt: skip
+    _write_row(tl.program_id(0), projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
+               SKIP_FIRST, QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
+               ROPE_PADDED)  # fmt: skip
+
+
+@triton.jit
+def _write_keys(
+    projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
+    SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    _write_key(tl.program_id(0), projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride,
+               offset_bytes, eps, SKIP_FIRST, PAIRS, WIDE, WIDTH, KEY_BYTES, PADDED)  # fmt: skip
+
+
+@triton.jit
+def _write_layer(
+    latent, latent_weight, latent_out, source, weight, key_source, key_weight, key_bias, heads, heads_out, cos, sin, destinations,
+    key_destinations, pages, latent_stride, source_stride, key_stride, heads_stride, table_stride, offset_bytes, key_offset_bytes,
+    latent_eps, eps, key_eps, FULL: tl.constexpr, QUERY: tl.constexpr, QUERY_PADDED: tl.constexpr, HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr, PAIRS: tl.constexpr, KEY_WIDE: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.program_id(1)  # 0: query latent, 1: row, 2: key, 3: head weights
+    wide = row.to(tl.int64)
+    if part == 0:
+        column = tl.arange(0, QUERY_PADDED)
+        given = tl.load(latent + wide * latent_stride + column, mask=column < QUERY, other=0)
+        weights = tl.load(latent_weight + column, mask=column < QUERY, other=0).to(tl.float32)
+        normed = rms_scaled(given, weights, latent_eps, QUERY).to(given.dtype)
+        tl.store(latent_out + wide * QUERY + column, normed, mask=column < QUERY)
+    if part == 1:
+        _write_row(row, source, weight, cos, sin, destinations, destinations, source_stride, table_stride, offset_bytes, eps, False,
+                   QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
+                   ROPE_PADDED)  # fmt: skip
+    if FULL:
+        if part == 2:
+            _write_key(row, key_source, key_weight, key_bias, cos, sin, key_destinations, pages, pages, key_stride, table_stride,
+                       key_offset_bytes, key_eps, False, PAIRS, KEY_WIDE, KEY_WIDTH, KEY_BYTES, KEY_PADDED)  # fmt: skip
+        if part == 3:
+            head = tl.arange(0, HEADS_PADDED)
+            x = tl.load(heads + wide * heads_stride + head, mask=head < HEADS, other=0).to(tl.float32)
+            tl.store(heads_out + wide * HEADS + head, x, mask=head < HEADS)
+
+
 def _dense(values: Tensor) -> Tensor:
     return values if values.stride(-1) == 1 else values.contiguous()
 
 
-def write_rows(
-    projected: Tensor, weight: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor, offset_bytes: int,
-    layout: RowLayout, positions: Tensor | None,
-) -> None:  # fmt: skip
+def _padded(count: int) -> int:
+    return int(triton.next_power_of_2(count))
+
+
+def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page. One launch; capturable."""
-    rows, projected = projected.shape[0], _dense(projected)
+    rows, projected = new.projected.shape[0], _dense(new.projected)
     cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
     if rows:
         _write_rows[(rows,)](
-            projected, weight.contiguous(), cos, sin, destinations, destinations if positions is None else positions,
-            projected.stride(0), cos.stride(0), offset_bytes, eps, positions is not None, **row_shape(layout), enable_fp_fusion=False,
+            projected, new.weight.contiguous(), cos, sin, new.destinations, new.destinations if positions is None else positions,
+            projected.stride(0), cos.stride(0), new.offset_bytes, new.eps, positions is not None, **row_shape(new.layout),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def write_keys(
-    projected: Tensor, weight: Tensor, bias: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor,
-    offset_bytes: int, pages: Tensor, layout: KeyLayout, positions: Tensor | None,
-) -> None:  # fmt: skip
+def write_keys(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page. One launch; capturable."""
-    rows, projected = projected.shape[0], _dense(projected)
+    rows, projected = new.projected.shape[0], _dense(new.projected)
     cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
     if rows:
         _write_keys[(rows,)](
-            projected, weight.contiguous(), bias.contiguous(), cos, sin, destinations, pages,
-            destinations if positions is None else positions, projected.stride(0), cos.stride(0), offset_bytes, eps,
-            positions is not None, cos.shape[1], **key_shape(layout), num_warps=1, enable_fp_fusion=False,
+            projected, new.weight.contiguous(), new.bias.contiguous(), cos, sin, new.destinations, new.pages,
+            new.destinations if positions is None else positions, projected.stride(0), cos.stride(0), new.offset_bytes, new.eps,
+            positions is not None, cos.shape[1], **key_shape(new.layout), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def write_layer(
+    latent: Tensor, weight: Tensor, eps: float, rows: NewRows, keys: NewKeys | None, head_weights: Tensor | None,
+    rope_table: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """See the package page. One launch; capturable."""
+    count, width = latent.shape
+    latent, source = _dense(latent), _dense(rows.projected)
+    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    normed = torch.empty((count, width), dtype=latent.dtype, device=latent.device)
+    if keys is None or head_weights is None:
+        key, heads, wide_heads = source, source, None
+        key_weight = key_bias = rows.weight
+        to_key, pages, key_offset, key_eps = rows.destinations, rows.destinations, 0, 0.0
+        shape = dict.fromkeys(("HEADS", "HEADS_PADDED", "KEY_WIDE", "KEY_WIDTH", "KEY_BYTES", "KEY_PADDED"), 0)
+    else:
+        key, heads = _dense(keys.projected), _dense(head_weights)
+        wide_heads = torch.empty(heads.shape, dtype=torch.float32, device=heads.device)
+        key_weight, key_bias = keys.weight, keys.bias
+        to_key, pages, key_offset, key_eps = keys.destinations, keys.pages, keys.offset_bytes, keys.eps
+        shape = _full_shape(keys.layout, heads.shape[1])
+    if count:
+        _write_layer[(count, 2 if keys is None else 4)](
+            latent, weight.contiguous(), normed, source, rows.weight.contiguous(), key, key_weight.contiguous(), key_bias.contiguous(),
+            heads, normed if wide_heads is None else wide_heads, cos, sin, rows.destinations, to_key, pages, latent.stride(0),
+            source.stride(0), key.stride(0), heads.stride(0), cos.stride(0), rows.offset_bytes, key_offset, eps, rows.eps, key_eps,
+            keys is not None, QUERY=width, QUERY_PADDED=_padded(width), PAIRS=cos.shape[1], **shape, **row_shape(rows.layout),
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return normed, wide_heads
+
+
+def _full_shape(layout: KeyLayout, heads: int) -> dict[str, int]:
+    """What a layer with an indexer adds to the shape."""
+    key = key_shape(layout)
+    return {
+        "HEADS": heads, "HEADS_PADDED": _padded(heads), "KEY_WIDE": key["WIDE"], "KEY_WIDTH": key["WIDTH"], "KEY_BYTES": key["KEY_BYTES"],
+        "KEY_PADDED": key["PADDED"],
+    }  # fmt: skip
 
 
 _AT = dict.fromkeys(("destinations", "positions"), "*i64") | dict.fromkeys(("projected_stride", "table_stride", "offset_bytes"), "i32")
@@ -150,6 +248,14 @@ _HALF = dict.fromkeys(("projected", "weight", "cos", "sin"), "*bf16") | _AT | {"
 _FULL = dict.fromkeys(("projected", "weight", "cos", "sin"), "*fp32") | _AT | {"eps": "fp32", "SKIP_FIRST": True}
 _KEY = {"pages": "*i64", "PAIRS": 32, "num_warps": 1}
 _GLM, _TINY = RowLayout("q8g64", 512, 64), RowLayout("f32", 32, 8)
+_FLOATS = ("latent", "latent_weight", "latent_out", "source", "weight", "key_source", "key_weight", "key_bias", "heads", "cos", "sin")
+_LAYER: dict[str, str | int] = {}
+_LAYER |= dict.fromkeys(("destinations", "key_destinations", "pages"), "*i64") | dict.fromkeys(("latent_eps", "eps", "key_eps"), "fp32")
+_LAYER |= dict.fromkeys(("latent_stride", "source_stride", "key_stride", "heads_stride", "table_stride"), "i32")
+_LAYER |= {"offset_bytes": "i32", "key_offset_bytes": "i32", "heads_out": "*fp32", "FULL": True, "QUERY": 2048, "QUERY_PADDED": 2048}
+_LAYER |= {"PAIRS": 32} | _full_shape(KeyLayout("bf16", 128), 32)
+_SMALL = {"QUERY": 32, "QUERY_PADDED": 32, "PAIRS": 4}
+_SHARED = {"FULL": False} | dict.fromkeys(("HEADS", "HEADS_PADDED", "KEY_WIDE", "KEY_WIDTH", "KEY_BYTES", "KEY_PADDED"), 0)
 COMPILE = [
     (_write_rows, _HALF | row_shape(_GLM)),
     (_write_rows, _HALF | row_shape(_GLM) | {"SKIP_FIRST": True}),
@@ -160,4 +266,7 @@ COMPILE = [
     (_write_keys, _HALF | _KEY | {"bias": "*bf16"} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _FULL | _KEY | {"bias": "*fp32", "PAIRS": 4} | key_shape(KeyLayout("f32", 16))),
+    (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM)),
+    (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED),
+    (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*fp32") | row_shape(_TINY) | _full_shape(KeyLayout("f32", 16), 12) | _SMALL),
 ]

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kernels.layout import KeyLayout, RowLayout
 from kernels.norm.reference import layer_norm, rms_norm
 from kernels.quantize.reference import append_keys, append_rows
 from kernels.rope.reference import rotate, rotate_first
+from kernels.row_write.source import NewKeys, NewRows
 
-__all__ = ["write_keys", "write_rows"]
+__all__ = ["write_keys", "write_layer", "write_rows"]
 
 
 def _kept(values: Tensor, positions: Tensor | None) -> Tensor:
@@ -16,21 +16,26 @@ def _kept(values: Tensor, positions: Tensor | None) -> Tensor:
     return values if positions is None else torch.where((positions > 0)[:, None], values, 0.0)
 
 
-def write_rows(
-    projected: Tensor, weight: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor, offset_bytes: int,
-    layout: RowLayout, positions: Tensor | None,
-) -> None:  # fmt: skip
+def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page."""
-    latent = rms_norm(projected[:, : layout.latent], weight, eps)
-    rope = rotate(projected[:, layout.latent :], *rope_table)
-    append_rows(_kept(latent, positions), _kept(rope, positions), destinations, offset_bytes, layout)
+    latent = rms_norm(new.projected[:, : new.layout.latent], new.weight, new.eps)
+    rope = rotate(new.projected[:, new.layout.latent :], *rope_table)
+    append_rows(_kept(latent, positions), _kept(rope, positions), new.destinations, new.offset_bytes, new.layout)
 
 
-def write_keys(
-    projected: Tensor, weight: Tensor, bias: Tensor, eps: float, rope_table: tuple[Tensor, Tensor], destinations: Tensor,
-    offset_bytes: int, pages: Tensor, layout: KeyLayout, positions: Tensor | None,
-) -> None:  # fmt: skip
+def write_keys(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page."""
-    keys = _kept(rotate_first(layer_norm(projected, weight, bias, eps), *rope_table), positions)
-    append_keys(keys, destinations, offset_bytes, layout)
-    append_keys(keys, pages, 0, layout)
+    keys = _kept(rotate_first(layer_norm(new.projected, new.weight, new.bias, new.eps), *rope_table), positions)
+    append_keys(keys, new.destinations, new.offset_bytes, new.layout)
+    append_keys(keys, new.pages, 0, new.layout)
+
+
+def write_layer(
+    latent: Tensor, weight: Tensor, eps: float, rows: NewRows, keys: NewKeys | None, head_weights: Tensor | None,
+    rope_table: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """See the package page."""
+    write_rows(rows, rope_table, None)
+    if keys is not None:
+        write_keys(keys, rope_table, None)
+    return rms_norm(latent, weight, eps), None if head_weights is None else head_weights.to(torch.float32)

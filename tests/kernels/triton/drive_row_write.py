@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from kernels.layout import KeyLayout, RowLayout
-from kernels.row_write import kernel, reference
+from kernels.row_write import NewKeys, NewRows, kernel, reference
 
 LAYOUT, KEY = RowLayout("f32", 48, 16), KeyLayout("f32", 34)
 
@@ -18,15 +18,18 @@ def arguments(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def written(form: object, given: dict[str, torch.Tensor], picked: torch.Tensor) -> torch.Tensor:
+def written(form: object, given: dict[str, torch.Tensor], picked: torch.Tensor, together: bool = False) -> torch.Tensor:
     """What `form` stores of the picked rows: row, key in block, key in page, as float32 values side by side."""
     table = given["cos"][picked], given["sin"][picked]
     shelves = [torch.zeros((len(picked), size), dtype=torch.uint8) for size in (LAYOUT.row_bytes, KEY.key_bytes, KEY.key_bytes)]
     to = [shelf.data_ptr() + torch.arange(len(picked)) * shelf.shape[1] for shelf in shelves]
-    form.write_rows(given["projected"][picked], given["weight"], 1e-6, table, to[0], 0, LAYOUT, None)  # type: ignore[attr-defined]
-    form.write_keys(  # type: ignore[attr-defined]
-        given["source"][picked], given["scale"], given["bias"], 1e-6, table, to[1], 0, to[2], KEY, None
-    )
+    rows = NewRows(given["projected"][picked], given["weight"], 1e-6, to[0], 0, LAYOUT)
+    keys = NewKeys(given["source"][picked], given["scale"], given["bias"], 1e-6, to[1], 0, to[2], KEY)
+    if together:
+        form.write_layer(given["scale"].expand(len(picked), 34), given["bias"], 1e-6, rows, keys, given["cos"][picked], table)  # type: ignore[attr-defined]
+    else:
+        form.write_rows(rows, table, None)  # type: ignore[attr-defined]
+        form.write_keys(keys, table, None)  # type: ignore[attr-defined]
     return torch.cat(shelves, 1).view(torch.float32)
 
 
@@ -53,6 +56,9 @@ def company_changes_no_bit() -> None:
     """A row has the same bytes alone and among others."""
     given = arguments(torch.float32)
     company.row_invariant(lambda picked: written(kernel, given, picked), 7)
+    company.row_invariant(lambda picked: written(kernel, given, picked, together=True), 7)
+    apart = written(kernel, given, torch.arange(7))
+    interpreted.same("written together", written(kernel, given, torch.arange(7), together=True), apart)
 
 
 def main() -> None:
