@@ -20,7 +20,7 @@ from engine.search.scenario import Scenario, Scene
 from engine.search.tiny import prompt
 from memory.barrier import barrier
 
-__all__ = ["CLOSING", "CUTS"]
+__all__ = ["CUTS"]
 
 _AWAITS_MAX = 200  # of one piece of work; more means that it never ends
 
@@ -122,5 +122,5 @@ CUTS = (
     Scenario("each await of a client", each_await_of_a_client, weight=1),
     Scenario("each await of a barrier", each_await_of_a_barrier, weight=1),
     Scenario("each await of an engine", each_await_of_an_engine, weight=1),
+    Scenario("each await of a closing", each_await_of_a_closing, weight=1),
 )
-CLOSING = Scenario("each await of a closing", each_await_of_a_closing, weight=1)  # finds something: see tests/engine/test_cuts.py
