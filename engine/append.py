@@ -12,6 +12,7 @@ Source: design, sections 7 and 10.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
-from engine.rows import Destinations, store, store_input
+from engine.rows import Destinations, store, store_key, store_row
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
 from kernels.gather import gather_blocks, gather_rows
@@ -69,6 +70,8 @@ class AppendRun:
         self._scratch: list[Tensor | None] = [None, None]  # packed rows by position, uint8 [rows, row_bytes]
         self._chunk: AppendChunk | None = None
         self._first = -1  # where its first chunk begins
+        # A session cut or forked inside its history: what makes the MTP row of its next slot is gone, and that row is there already.
+        self._mtp_row_there = memory.counts.hidden_from >= memory.counts.logical > 0
         self.done_rows = 0  # rows of finished chunks
         self.output = AppendOutput()
 
@@ -163,11 +166,13 @@ class AppendRun:
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
         made = layer.project_input(self._u)
+        self._qr = layer.mla.norm_latent(made.latent)
+        rope, layout = (self._cos, self._sin), self._stage.layout
         to = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
-        key_layer = group if self._stage.main_groups[group][0] == local else None
-        self._qr, head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
-        if head_weights is not None:
-            self._select(chunk, group, layer, head_weights)
+        store_row(layer, made.row, rope, layout, local, to)
+        if self._stage.main_groups[group][0] == local:
+            store_key(layer, made.full_key, rope, layout, group, to)
+            self._select(chunk, group, layer, made.full_head_weights.to(torch.float32))
 
     def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, head_weights: Tensor) -> None:
         query = layer.full_indexer.project_query(self._qr, self._cos, self._sin)
@@ -219,6 +224,8 @@ class AppendRun:
         if model.mtp is not None:
             x = model.mtp_input(self._ids, torch.cat([before.to(hidden.dtype)[None], hidden[:-1]]))
             block = model.mtp.layer
+            if self._mtp_row_there and chunk.first == self._first:
+                chunk = _without_first(chunk)
             self._store(chunk, block, block.attention_input(x), stage.mtp_layer, len(stage.main_groups), self._positions)
         kept[self._positions[-HIDDEN_ROWS:] % HIDDEN_ROWS] = hidden[-HIDDEN_ROWS:].float()
         bad = torch.where(self._bad_layer >= 0, self._bad_layer, _NO_LAYER).amin()
@@ -242,3 +249,12 @@ class AppendRun:
         self._memory.state[StateField.TOKEN] = self._outcome[0]
         self.output.logits = landing(logits[0])
         self.output.logits.copy_(logits[0], non_blocking=True)
+
+
+def _without_first(chunk: AppendChunk) -> AppendChunk:
+    """The same chunk, but that its first row and key go nowhere."""
+    destinations = (chunk.row_destinations.clone(), chunk.key_destinations.clone(), chunk.page_destinations.clone())
+    for each in destinations:
+        each[..., 0] = 0
+    rows, keys, pages = destinations
+    return replace(chunk, row_destinations=rows, key_destinations=keys, page_destinations=pages)

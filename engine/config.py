@@ -37,6 +37,7 @@ class EngineConfig:
     dtype: Literal["auto", "f32", "bf16"] = "auto"  # auto: f32 on the CPU; on a device bf16, unless the checkpoint stores f32
     load_format: Literal["auto", "random"] = "auto"  # random: seeded weights for a config.json or a named configuration
     graphs: Literal["auto", "on", "off"] = "auto"  # whether decode steps are replays of a recording; auto: on a device
+    prefix_cache: Literal["auto", "on", "off"] = "auto"  # keep histories for later prompts that begin alike; auto: a server does
     force_miss_rate: float = 0.0  # for measuring: share of a decode step's picks that is new; 0: the model's own picks
     force_accept_rate: float = 0.0  # for measuring: share of the drafts behind accepted ones that is accepted; 0: those that are right
 
@@ -59,6 +60,7 @@ class EngineConfig:
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32"), "load_format": ("auto", "random"),
             "dtype": ("auto", "f32", "bf16"), "graphs": ("auto", "on", "off"),
+            "prefix_cache": ("auto", "on", "off"),
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -12,9 +12,8 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,25 @@ from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
 from engine.device import device_of, streams_of
-from engine.errors import BadRequest, BadSetting, NotAdmitted, UnknownSession
+from engine.errors import BadRequest, BadSetting
 from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
-from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
+from engine.prompts import Prompts
+from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.request import Limits, Request
 from engine.running_tape import RunningTape
 from engine.sampling import Sampling
 from engine.session import Phase, Session
+from engine.sessions import Sessions
 from engine.stage import Stage, open_stage
+from engine.stored import Storing
 from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from engine.totals import Statistics, totals
 from engine.warm_up import warm_up
-from kernels.layout import BLOCK_ROWS
 from streams import Backend
 
 __all__ = ["Engine", "Statistics"]
@@ -48,27 +50,6 @@ __all__ = ["Engine", "Statistics"]
 _log = structlog.get_logger("engine")
 _DEFAULT = Sampling()
 _WARM_TOKENS = 16  # of context that a warm-up request may take, and more
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """A snapshot. Rows are counted in positions; bytes are physical."""
-
-    sessions: int
-    running: int
-    waiting: int
-    steps: int
-    mirrored_rows: int
-    hot_rows: int
-    ring_rows: int
-    hits: int
-    misses: int
-    ring_reads: int
-    drafts_proposed: tuple[int, ...]  # by place in their run, the first draft of a step first
-    drafts_accepted: tuple[int, ...]
-    host_bytes: int
-    device_bytes: int
-    resident_bytes: int
 
 
 class Engine:
@@ -92,8 +73,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.template = template
         self.default_sampling = sampling
-        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth)
-        self._sessions: dict[SessionId, Session] = {}
+        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth, _storing(config, name))
+        self._held = Sessions(self._loop, config.sessions_max)
+        self._sessions = self._held.by_id
+        self._prompts = Prompts(tokenizer, template, stage.model.config.vocabulary)
         identify = functools.partial(
             identity_of, stage, model=name, tokenizer=tokenizer.hash(), template=template.hash(), context_max=context_max
         )
@@ -151,8 +134,13 @@ class Engine:
         stage.placement.close()
         stage.arena.close()
 
+    @property
+    def running(self) -> Callable[[], AbstractAsyncContextManager[None]]:
+        """`async with engine.running()`: its step loop runs for the length of the block. `open` does that."""
+        return self._running
+
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def _running(self) -> AsyncIterator[None]:
         """Run the step loop for the length of the block; what still runs at its end is aborted, and every session closed."""
         failure: BaseException | None = None
         try:
@@ -180,18 +168,35 @@ class Engine:
         """Whether new requests are admitted."""
         return self._ready
 
-    async def create_session(self) -> SessionId:
+    @property
+    def sessions(self) -> Mapping[SessionId, SessionView]:
+        """The sessions that callers hold, as they are now, in order of their making."""
+        return self._held.views()
+
+    async def create_session(self, namespace: str = "") -> SessionId:
         """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`."""
-        if len(self._sessions) >= self.config.sessions_max:
-            raise NotAdmitted(f"{len(self._sessions)} sessions are held, the most allowed; close one", retry_after_s=5.0)
-        return self._new_session(temporary=False).id
+        return self._held.create(namespace).id
+
+    async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
+        """A new session with the first `tokens` tokens of another one, by default all; rows are shared, and the other may be running.
+
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are; NotAdmitted.
+        """
+        return self._held.fork(session_id, tokens, revision).id
+
+    async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
+        """Keep the first `tokens` tokens of a session between two turns; its revision moves if that cuts anything off.
+
+        Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
+        """
+        await self._held.truncate(session_id, tokens, revision)
 
     async def close_session(self, session_id: SessionId) -> None:
         """Forget a session and release its memory; a running request of it is aborted first. Raises UnknownSession."""
-        session = self._session(session_id)
+        session = self._held.find(session_id)
         del self._sessions[session_id]
         session.closing = True
-        while running := [request for request in self._loop.requests if request.session is session]:
+        while running := self._held.running(session):
             for request in running:
                 self._loop.abort(request)
             await running[0].ended.wait()
@@ -207,7 +212,7 @@ class Engine:
         Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
         ArchiveRefused, NotAdmitted: the directory is somebody else's. Cancel: the archive is what it was.
         """
-        return await self._archives.export(self._session(session_id), Path(directory), progress)
+        return await self._archives.export(self._held.find(session_id), Path(directory), progress)
 
     async def import_session(self, directory: str | Path, progress: TransferProgress | None = None) -> SessionId:
         """Make an exported session one of this engine's, under its old id where that is free.
@@ -220,43 +225,28 @@ class Engine:
 
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
-        template_arguments: Mapping[str, Any] | None = None, history: SyntheticHistory | None = None,
+        template_arguments: Mapping[str, Any] | None = None, history: SyntheticHistory | None = None, revision: int | None = None,
+        namespace: str = "",
     ) -> Generation:  # fmt: skip
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
-        Args: history: made-up rows that a session of its own begins with, for measuring.
-        Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, NotAdmitted; later: SessionBroken.
+        Args: history: made-up rows that a session of its own begins with, for measuring. revision: what the session's must be.
+            namespace: a session of its own may begin with stored rows of this one's sessions only.
+        Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, StaleRevision, NotAdmitted; later:
+        SessionBroken.
         """
-        start = functools.partial(
-            self._start, prompt, sampling, session, request_id or secrets.token_hex(8), template_arguments or {}, history
-        )
+        identity = request_id or secrets.token_hex(8)
+
+        async def start() -> Request:
+            self._loop.check_open()
+            held = self._held.fresh(namespace) if session is None else self._held.find(session)
+            return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
+
         return Generation(start, self._loop.abort)
 
     def statistics(self) -> Statistics:
         """A frozen snapshot; costs a pass over the sessions."""
-        held = [request.session for request in (*self._loop.appending, *self._loop.decoding)]
-        sessions = {session.id: session for session in (*self._sessions.values(), *held)}
-        memories = [session.memory for session in sessions.values() if session.memory is not None]
-        held_rows = [memory.statistics() for memory in memories]
-        reads = self._loop.reads.plus(memories)
-        stage = self._stage
-        return Statistics(
-            sessions=len(sessions),
-            running=len(held),
-            waiting=len(self._loop.waiting),
-            steps=self._loop.steps,
-            mirrored_rows=sum(one.counts.mirrored for one in held_rows),
-            hot_rows=sum(max((cache.mapped for cache in one.hot), default=0) for one in held_rows),
-            ring_rows=sum(one.ring_rows for one in held_rows),
-            hits=reads.hits,
-            misses=reads.misses,
-            ring_reads=reads.ring,
-            drafts_proposed=self._loop.depth.counts.proposed,
-            drafts_accepted=self._loop.depth.counts.accepted,
-            host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
-            device_bytes=stage.ledger.total("device").allocated_bytes,
-            resident_bytes=sum(one.counts.logical for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
-        )
+        return totals(self._loop, self._sessions.values())
 
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more; wait for running requests at most `timeout_s` seconds, then abort them."""
@@ -279,36 +269,28 @@ class Engine:
         self._abort_all()
         await self._loop.wait_idle()
         await self._archives.close()
+        if self._loop.stored is not None:
+            self._loop.stored.close()
         for session_id in list(self._sessions):
             await self.close_session(session_id)
 
-    def _session(self, session_id: SessionId) -> Session:
-        found = self._sessions.get(session_id)
-        if found is None:
-            raise UnknownSession(f"no session {session_id!r}", field="session")
-        return found
-
-    def _new_session(self, *, temporary: bool) -> Session:
-        session = Session(SessionId(secrets.token_hex(8)), temporary=temporary)
-        if not temporary:
-            self._sessions[session.id] = session
-        return session
-
     async def _start(
-        self, prompt: Prompt, sampling: Sampling, session_id: SessionId | None, request_id: str, template_arguments: Mapping[str, Any],
-        history: SyntheticHistory | None,
+        self, prompt: Prompt, sampling: Sampling, session: Session, request_id: str, template_arguments: Mapping[str, Any],
+        history: SyntheticHistory | None, revision: int | None,
     ) -> Request:  # fmt: skip
         """Check, tokenise and queue one request."""
-        self._loop.check_open()
-        session = self._new_session(temporary=True) if session_id is None else self._session(session_id)
+        if revision is not None:
+            await self._held.settle(session)
+            self._held.check_revision(session, revision)
         if history is not None:
             self._begin_with(session, history)
         self._check_open(session)
         continues = self._continues(session)
-        tokens = await self._tokens(prompt, template_arguments, continues=continues)
+        tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues)
         if self._continues(session) != continues:  # another request of the session came or went while a long text was tokenised
-            tokens = await self._tokens(prompt, template_arguments, continues=not continues)
+            tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues)
         self._check_open(session)
+        self._held.check_revision(session, revision)
         if not tokens and (history is not None or len(session.tokens) == session.rows):
             raise BadRequest("the prompt has no tokens", field="prompt")
         request = Request(
@@ -319,6 +301,7 @@ class Engine:
         request.history = history
         request.prompt = (*session.tokens, *tokens)
         self._loop.enqueue(request)
+        self._held.used(session)
         return request
 
     def _check_open(self, session: Session) -> None:
@@ -339,38 +322,16 @@ class Engine:
             raise BadRequest(
                 f"a synthetic history has a seed of 0 to 2^63 - 1 and 1 to {self.context_max - 1} rows", field="synthetic_history"
             )
+        session.made_up = True
         session.tokens.extend(tokens_of(history, self._stage.model.config.vocabulary))
 
-    async def _tokens(self, prompt: Prompt, template_arguments: Mapping[str, Any], *, continues: bool) -> list[int]:
-        """Token ids of a prompt in any of its forms. `continues`: the session has tokens already."""
-        if isinstance(prompt, str):
-            return self._checked(await self.tokenizer.encode_async(prompt))
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise BadRequest(f"a prompt is a text, token ids, or chat messages, not {type(prompt).__name__}", field="prompt")
-        if all(isinstance(item, int) for item in prompt):
-            return self._checked(prompt)  # type: ignore[arg-type]  # just checked
-        messages = [item for item in prompt if isinstance(item, Mapping)]
-        if len(messages) != len(prompt):
-            raise BadRequest("a prompt is a text, token ids, or chat messages", field="prompt")
-        text = self.template.render(messages, **template_arguments)
-        if continues:
-            # What the template puts before the first turn is in the session already.
-            text = text.removeprefix(self._lead())
-        return self._checked(await self.tokenizer.encode_async(text))
 
-    def _lead(self) -> str:
-        """What the template writes before any turn; "" if it refuses to render none."""
-        try:
-            return self.template.render([], add_generation_prompt=False)
-        except BadRequest:
-            return ""
-
-    def _checked(self, ids: Sequence[int]) -> list[int]:
-        vocabulary = self._stage.model.config.vocabulary
-        for token in ids:
-            if not 0 <= token < vocabulary:
-                raise BadRequest(f"token id {token} is outside the vocabulary of {vocabulary}", field="prompt")
-        return list(ids)
+def _storing(config: EngineConfig, name: str) -> Storing | None:
+    """How histories are stored; None: they are not. Forced selections give rows that are not their tokens'."""
+    if config.prefix_cache != "on" or config.force_miss_rate:
+        return None
+    identity = f"{name}|{config.row_format}|{config.index_key_format}|{config.latent_norm_eps}"
+    return Storing(identity.encode(), config.sessions_max)
 
 
 def _name_of(directory: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 __all__ = [
     "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted",
-    "SessionBroken", "SessionBusy", "UnknownSession", "shown",
+    "SessionBroken", "SessionBusy", "StaleRevision", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -75,6 +75,17 @@ class UnknownSession(BadRequest):
     kind = "not_found_error"
 
 
+class StaleRevision(BadRequest):
+    """The session is at another revision, or a turn is under way that moves it. `revision` is the present one."""
+
+    status = 409
+    kind = "conflict_error"
+
+    def __init__(self, message: str, revision: int) -> None:
+        super().__init__(message, field="session.revision")
+        self.revision = revision
+
+
 class NotAdmitted(ForebayError):
     """Does not fit now (`retry_after_s` set) or ever; the message gives the missing bytes per tier."""
 
@@ -93,6 +104,12 @@ class SessionBroken(ForebayError):
     """This session cannot go on (a failed copy, a non-finite layer output named in the message); others can."""
 
     kind = "session_broken"
+
+    @classmethod
+    def not_finite(cls, layer: int, layers: int) -> "SessionBroken":
+        """A value that is not finite came out of a layer, or with `layer == layers` of the head."""
+        place = "the output head" if layer == layers else f"layer {layer}"
+        return cls(f"{place} produced a value that is not finite; this request ends, others go on")
 
 
 class SessionBusy(BadRequest):

@@ -59,6 +59,12 @@ class Generation:
         return None if self._request is None else self._request.session.id
 
     @property
+    def revision(self) -> int:
+        """The session's revision once this turn is over; 0 until it has started."""
+        request = self._request
+        return 0 if request is None else request.session.revision + (not request.ended.is_set())
+
+    @property
     def progress(self) -> Progress:
         """How much of the prompt has rows; may be read at any time."""
         request = self._request

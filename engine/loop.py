@@ -25,6 +25,7 @@ from engine.request import Request
 from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
+from engine.stored import StoredSessions, Storing
 from engine.waiting_line import WaitingLine
 from streams import Event
 
@@ -36,12 +37,15 @@ _log = structlog.get_logger("engine")
 class StepLoop:
     """Runs requests on one stage until closed."""
 
-    def __init__(self, stage: Stage, decode_batch_limit: int, waiting_max: int, draft_depth: int | None = 0) -> None:
-        """Args: draft_depth: drafts a step; None: auto."""
+    def __init__(
+        self, stage: Stage, decode_batch_limit: int, waiting_max: int, draft_depth: int | None = 0, stores: Storing | None = None
+    ) -> None:
+        """Args: draft_depth: drafts a step; None: auto. stores: how histories are kept for later requests; None: they are not."""
         self.stage = stage
         self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
-        self._line = WaitingLine(stage, waiting_max, self._ended, spare_rows=3 * self.depth.most)
+        self.stored = None if stores is None else StoredSessions(stage, stores, self._close_session)
+        self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, spare_rows=3 * self.depth.most)
         self.decoding: list[Request] = []
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
@@ -109,14 +113,22 @@ class StepLoop:
         await self._idle.wait()
 
     def release(self, request: Request) -> None:
-        """Close the memory of a request's session if it is temporary or broken."""
+        """Close the memory of a request's session if it is temporary and not stored, being closed, or broken."""
         session = request.session
-        if (session.temporary or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
-            self.drop_memory(session)
-            session.move(Phase.CLOSED)
+        if self.stored is not None and not (self._closing or session.closing) and self.stored.keep(session):
+            return
+        # Whoever closes the session may have been cancelled while it waited for the request.
+        if (session.temporary or session.closing or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
+            self._close_session(session)
+
+    def _close_session(self, session: Session) -> None:
+        self.drop_memory(session)
+        session.move(Phase.CLOSED)
 
     def drop_memory(self, session: Session) -> None:
         """Close a session's memory, keeping what it counted."""
+        if self.stored is not None:
+            self.stored.forget(session)
         if session.memory is not None:
             self.reads = self.reads.plus([session.memory])
             session.memory.close()
@@ -199,7 +211,7 @@ class StepLoop:
     async def _wait_room(self) -> None:
         """Nobody may step before a copyback completes: wait for one."""
         await self.stage.streams.copyback.idle()
-        stuck = [one for one in self.decoding if one.may_step and not self._may_step(one) and _broken(one) is None]
+        stuck = [one for one in self.decoding if one.may_step and not self._may_step(one) and one.session.broken is None]
         assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
 
     def _reap(self) -> None:
@@ -212,7 +224,7 @@ class StepLoop:
             if request.aborted:
                 request.end("abort")
                 self._leave(request)
-            elif (broken := _broken(request)) is not None:
+            elif (broken := request.session.broken) is not None:
                 self._break(request, SessionBroken(f"a copy to host memory failed: {broken}"))
 
     # Admission and append.
@@ -239,7 +251,7 @@ class StepLoop:
         if failure is not None:
             self._end_append(request, SessionBroken(f"appending failed: {failure}"))
         elif output.bad_layer >= 0:
-            self._end_append(request, _not_finite(output.bad_layer, self.stage.model.config.layers))
+            self._end_append(request, SessionBroken.not_finite(output.bad_layer, self.stage.model.config.layers))
         elif request.aborted:
             self._end_append(request, None)
         else:
@@ -249,6 +261,8 @@ class StepLoop:
         """The whole prompt has rows: its last row's token is the first of the generation."""
         session = request.session
         session.move(Phase.READY)
+        if self.stored is not None:
+            self.stored.note(session)
         request.take(output.token, output.logits if request.wants_logits else None)
         if request.finished:
             session.revision += 1
@@ -266,6 +280,7 @@ class StepLoop:
         else:
             before = len(request.prompt) - len(request.appended)
             del session.tokens[max(before, session.rows) :]
+            session.revision += 1
             session.move(Phase.READY)
             request.end("abort")
         self._ended(request)
@@ -314,9 +329,9 @@ class StepLoop:
         request.judged(judged)
         for row, (token, bad_layer) in enumerate(run):
             if bad_layer >= 0:
-                self._break(request, _not_finite(bad_layer, self.stage.model.config.layers))
+                self._break(request, SessionBroken.not_finite(bad_layer, self.stage.model.config.layers))
                 return False
-            if (broken := _broken(request)) is not None:
+            if (broken := request.session.broken) is not None:
                 self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
                 return False
             memory.commit(1, self.stage.copyback, done)
@@ -333,7 +348,7 @@ class StepLoop:
         if request.broken:
             session.move(Phase.BROKEN)
         else:
-            if memory.counts.logical > memory.counts.committed and not session.temporary:
+            if memory.counts.logical > memory.counts.committed and (not session.temporary or self.stored is not None):
                 memory.truncate(memory.counts.committed, self.stage.streams.compute)
             session.revision += 1
             session.move(Phase.READY)
@@ -381,14 +396,3 @@ class StepLoop:
         self.release(request)
         request.ended.set()
         self._batches.forget(request)
-
-
-def _broken(request: Request) -> BaseException | None:
-    """What broke the session's memory, if anything did."""
-    memory = request.session.memory
-    return None if memory is None else memory.operations.broken
-
-
-def _not_finite(layer: int, layers: int) -> SessionBroken:
-    place = "the output head" if layer == layers else f"layer {layer}"
-    return SessionBroken(f"{place} produced a value that is not finite; this request ends, others go on")

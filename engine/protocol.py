@@ -21,7 +21,7 @@ from engine.sampling import Sampling
 
 __all__ = [
     "EngineFace", "EngineOpener", "EngineStatistics", "GenerationFace", "Message", "Progress", "Prompt", "PromptProgress", "SessionId",
-    "SyntheticHistory", "TemplateFace", "TokenizerFace",
+    "SessionView", "SyntheticHistory", "TemplateFace", "TokenizerFace",
 ]  # fmt: skip
 
 SessionId = NewType("SessionId", str)
@@ -36,6 +36,21 @@ class SyntheticHistory:
 
     seed: int  # 0 to 2^63 - 1
     rows: int  # at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """What a session is now. Bytes are allocated ones; what several sessions share counts for each of them."""
+
+    id: SessionId
+    namespace: str  # whose it is
+    phase: str
+    revision: int
+    token_ids: Sequence[int]  # the session's own: read it before the next await, and change nothing
+    rows: int  # tokens whose rows are there; the last token sampled has none yet
+    host_bytes: int
+    device_bytes: int
+    used_at: float  # Unix time of its last turn's beginning, cut or making
 
 
 class PromptProgress(Protocol):
@@ -53,6 +68,11 @@ class GenerationFace(Protocol):
     @property
     def session_id(self) -> SessionId | None:
         """The session it runs in; None until it has started."""
+        ...
+
+    @property
+    def revision(self) -> int:
+        """The session's revision once this turn is over; 0 until it has started."""
         ...
 
     @property
@@ -170,8 +190,26 @@ class EngineFace(Protocol):
     @property
     def template(self) -> TemplateFace: ...
 
-    async def create_session(self) -> SessionId: ...
-    async def close_session(self, session_id: SessionId) -> None: ...
+    @property
+    def sessions(self) -> Mapping[SessionId, SessionView]:
+        """The sessions that callers hold, as they are now, in order of their making."""
+        ...
+
+    async def create_session(self, namespace: str = "") -> SessionId:
+        """A new, empty session. Raises NotAdmitted."""
+        ...
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """Abort its turn and forget it. Raises UnknownSession."""
+        ...
+
+    async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
+        """A new session with the first `tokens` tokens of another. Raises UnknownSession, StaleRevision, BadRequest, NotAdmitted."""
+        ...
+
+    async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
+        """Keep the first tokens. Raises UnknownSession, StaleRevision, SessionBusy, BadRequest, NotAdmitted."""
+        ...
 
     def generate(
         self,
@@ -179,11 +217,14 @@ class EngineFace(Protocol):
         sampling: Sampling = ...,
         *,
         session: SessionId | None = None,
+        revision: int | None = None,
+        namespace: str = "",
         request_id: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
         history: SyntheticHistory | None = None,
     ) -> GenerationFace:
-        """One generation; without a session it gets a fresh one that is closed afterwards. `history`: what a fresh one begins with."""
+        """One generation; without a session it gets a fresh one that is closed or stored afterwards. `history`: what a fresh one begins
+        with. `revision`: refused with StaleRevision if the session is at another. `namespace`: whose stored histories it may begin with."""
         ...
 
     def statistics(self) -> EngineStatistics: ...

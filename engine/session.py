@@ -46,11 +46,15 @@ _MOVES: Final = {
 class Session:
     """One conversation. `temporary`: made for a single request and closed with it."""
 
-    __slots__ = ("_phase", "closing", "id", "memory", "revision", "temporary", "tokens")
+    __slots__ = ("_phase", "closing", "id", "made_up", "memory", "namespace", "revision", "temporary", "tokens", "used_at")
 
-    def __init__(self, session_id: SessionId, *, temporary: bool) -> None:
+    def __init__(self, session_id: SessionId, *, temporary: bool, namespace: str = "") -> None:
+        """Args: namespace: whose it is; its rows are shared with sessions of the same one only."""
         self.id = session_id
         self.temporary = temporary
+        self.namespace = namespace
+        self.made_up = False  # its rows are not its tokens'
+        self.used_at = 0.0  # Unix time of its last turn's beginning, or of its own
         self.tokens: list[int] = []
         self.memory: SessionMemory | None = None
         self.revision = 0
@@ -65,6 +69,16 @@ class Session:
     def rows(self) -> int:
         """Committed rows."""
         return 0 if self.memory is None else self.memory.counts.committed
+
+    @property
+    def broken(self) -> BaseException | None:
+        """What broke its memory, if anything did."""
+        return None if self.memory is None else self.memory.operations.broken
+
+    @property
+    def busy(self) -> bool:
+        """Whether operations of its memory are in flight."""
+        return self.memory is not None and self.memory.operations.outstanding > 0
 
     @property
     def idle(self) -> bool:

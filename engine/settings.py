@@ -177,6 +177,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("dtype", "engine.dtype", choice("auto", "f32", "bf16"), "auto|f32|bf16", "what the model computes in; auto: f32 on the CPU"),
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),
         ("graphs", "engine.graphs", choice("auto", "on", "off"), "auto|on|off", "replay decode steps from a recording; auto: on a device"),
+        ("prefix_cache", "engine.prefix_cache", choice("auto", "on", "off"), "on|off", "keep histories for prompts that begin like them"),
         ("force_miss_rate", "engine.force_miss_rate", parse_share, "SHARE", "for measuring: made-up selections, this share of them new"),
         ("force_accept_rate", "engine.force_accept_rate", parse_share, "SHARE", "for measuring: drafts accepted, right or not"),
         ("tape", "engine.tape", parse_text, "FILE", "record every operation to this file; see forebay tape"),

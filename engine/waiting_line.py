@@ -5,6 +5,7 @@ Holds the line and the memories that are given back but still in flight. Does no
 Invariants:
 1. A request leaves the line exactly once: started, refused with an error, or aborted.
 2. What can never fit, with nobody else there, is refused at once; what does not fit now waits while somebody will give memory back.
+   Idle sessions give back theirs at once.
 3. Everything that depends on the session's tokens is judged when the request starts, not when it was queued.
 """
 
@@ -14,6 +15,7 @@ from engine.errors import BadRequest, ForebayError, NotAdmitted, SessionBroken
 from engine.request import Request
 from engine.session import Phase, Session
 from engine.stage import Stage
+from engine.stored import Beginning, StoredSessions
 from memory.errors import DoesNotFit
 from memory.session import SessionMemory
 
@@ -23,12 +25,17 @@ __all__ = ["WaitingLine"]
 class WaitingLine:
     """Waiting requests of one stage, in order of arrival. Loop thread only."""
 
-    def __init__(self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], *, spare_rows: int = 0) -> None:
-        """Args: ended: told of every request that leaves the line without having started. spare_rows: of drafts, past a session's end."""
+    def __init__(
+        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions | None = None, *,
+        spare_rows: int = 0,
+    ) -> None:  # fmt: skip
+        """Args: ended: told of every request that leaves the line without having started. stored: histories that requests may begin with,
+        and that make room for them. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
         self._stage = stage
         self._waiting_max = waiting_max
         self._ended = ended
+        self._stored = stored
         self._spare_rows = spare_rows
         self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
 
@@ -56,7 +63,7 @@ class WaitingLine:
         """End those that were aborted or whose session is gone."""
         for request in list(self.requests):
             if request.aborted:
-                self.requests.remove(request)
+                self._leave(request)
                 request.end("abort")
                 self._ended(request)
             elif request.session.phase in (Phase.BROKEN, Phase.CLOSED):
@@ -82,25 +89,63 @@ class WaitingLine:
         except ForebayError as error:
             self._refuse(request, error)
             return None
-        if not self._take_memory(session, self._tokens_max(request), others_run or self.settling is not None, request):
+        if not self._take_memory(request, self._tokens_max(request), others_run):
             return False if request in self.requests else None
-        self.requests.remove(request)
+        self._leave(request)
         return True
 
-    def _take_memory(self, session: Session, tokens_max: int, may_wait: bool, request: Request) -> bool:
-        try:
-            if session.memory is None:
-                session.memory = self._stage.placement.open(session.id, tokens_max)
-            else:
-                self._stage.placement.grow(session.memory, tokens_max)
-        except DoesNotFit as error:
-            if not may_wait:  # idle sessions hold the rest, and nobody makes them give it back
-                self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
-            return False
-        return True
+    def _take_memory(self, request: Request, tokens_max: int, others_run: bool) -> bool:
+        """Memory for a request, with what idle sessions give back for it; False: it waits, or was refused."""
+        while True:
+            begins = self._beginning(request)
+            source = None if begins is None else begins.source
+            if begins is not None and begins.in_place and begins.source.busy:
+                return False
+            try:
+                self._hold(request.session, tokens_max, begins)
+                return True
+            except DoesNotFit as error:
+                if self._stored is not None and self._stored.reclaim(source or request.session):
+                    continue
+                if others_run or self.settling is not None:
+                    return False
+                if self._stored is None or source is None or not self._stored.give_up(source):
+                    # Idle sessions that callers hold have the rest, and nobody makes them give it back.
+                    self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
+                    return False
+
+    def _beginning(self, request: Request) -> Beginning | None:
+        """A stored history that begins like the request, which has no session of its own."""
+        fresh = request.session.temporary and request.session.memory is None and request.history is None
+        return self._stored.find(request) if fresh and self._stored is not None else None
+
+    def _hold(self, session: Session, tokens_max: int, begins: Beginning | None) -> None:
+        """Raises DoesNotFit; the session has no memory then, or as much as before."""
+        stage, placement = self._stage, self._stage.placement
+        if session.memory is not None:
+            placement.grow(session.memory, tokens_max)
+        elif begins is None or self._stored is None:
+            session.memory = placement.open(session.id, tokens_max)
+        elif begins.in_place:
+            memory = begins.source.memory
+            assert memory is not None, f"{begins.source!r} was found for its rows"
+            placement.grow(memory, tokens_max)
+            if begins.rows < memory.counts.logical:
+                memory.truncate(begins.rows, stage.streams.compute)
+            session.memory = self._stored.take(begins.source)
+        else:
+            assert begins.source.memory is not None, f"{begins.source!r} was found for its rows"
+            session.memory = placement.fork(
+                begins.source.memory, session.id, tokens_max, begins.rows, compute=stage.streams.compute, copyback=stage.copyback
+            )
+
+    def _leave(self, request: Request) -> None:
+        self.requests.remove(request)
+        if self._stored is not None:
+            self._stored.settled(request)
 
     def _refuse(self, request: Request, error: ForebayError) -> None:
-        self.requests.remove(request)
+        self._leave(request)
         request.fail(error)
         self._ended(request)
 
@@ -114,7 +159,8 @@ class WaitingLine:
     def settling(self) -> SessionMemory | None:
         """Memory whose operations a waiting request may be waiting for: closed, or of a session between two requests."""
         between = (request.session.memory for request in self.requests if request.session.idle)
-        return next((memory for memory in (*self._closing, *between) if memory is not None and memory.operations.outstanding), None)
+        found = next((memory for memory in (*self._closing, *between) if memory is not None and memory.operations.outstanding), None)
+        return self._stored.settling if found is None and self._stored is not None else found
 
     def can_move(self) -> bool:
         """Whether the next turn of the loop would change the line."""

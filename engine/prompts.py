@@ -1,0 +1,58 @@
+"""Prompts in any of their forms, as token ids: a text, ids, or chat messages.
+
+Holds the tokenizer, the chat template and the size of the vocabulary. Knows no sessions, only whether the prompt continues one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.errors import BadRequest
+from engine.protocol import Prompt
+from engine.text.template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+
+__all__ = ["Prompts"]
+
+
+class Prompts:
+    """Of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, vocabulary: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._vocabulary = vocabulary
+
+    async def tokens(self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool) -> list[int]:
+        """Token ids of a prompt; long texts do not hold the loop.
+
+        Args: continues: the session has tokens already, so what the template writes before the first turn is left out.
+        Raises: BadRequest: it is none of the three forms, or an id is outside the vocabulary; BadModel: no tokenizer or template.
+        """
+        if isinstance(prompt, str):
+            return self._checked(await self._tokenizer.encode_async(prompt))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise BadRequest(f"a prompt is a text, token ids, or chat messages, not {type(prompt).__name__}", field="prompt")
+        if all(isinstance(item, int) for item in prompt):
+            return self._checked(prompt)  # type: ignore[arg-type]  # just checked
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if len(messages) != len(prompt):
+            raise BadRequest("a prompt is a text, token ids, or chat messages", field="prompt")
+        arguments: dict[str, Any] = dict(template_arguments)
+        text = self._template.render(messages, **arguments)
+        if continues:
+            # What the template puts before the first turn is in the session already.
+            text = text.removeprefix(self._lead())
+        return self._checked(await self._tokenizer.encode_async(text))
+
+    def _lead(self) -> str:
+        """What the template writes before any turn; "" if it refuses to render none."""
+        try:
+            return self._template.render([], add_generation_prompt=False)
+        except BadRequest:
+            return ""
+
+    def _checked(self, ids: Sequence[int]) -> list[int]:
+        for token in ids:
+            if not 0 <= token < self._vocabulary:
+                raise BadRequest(f"token id {token} is outside the vocabulary of {self._vocabulary}", field="prompt")
+        return list(ids)

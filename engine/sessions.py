@@ -1,0 +1,183 @@
+"""The sessions that callers hold: made, looked at, forked, cut and closed between their turns.
+
+Holds them by id. Knows the step loop, which runs their turns; knows no prompts and no HTTP.
+
+Invariants:
+1. A session's revision says how often what it holds has changed: once a turn, also one that was left, and once a cut.
+2. What is checked about a revision holds until the turn is queued: between the last check and that nobody else runs.
+3. Forks share rows of the same namespace only.
+Source: design, section 11.
+"""
+
+import secrets
+from collections.abc import Callable
+from time import time  # bound here: a virtual run forbids asking, and nothing depends on what it says
+from typing import TypeVar
+
+from engine.errors import BadRequest, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
+from engine.loop import StepLoop
+from engine.protocol import SessionId, SessionView
+from engine.request import Request
+from engine.session import Phase, Session
+from engine.stored import reusable
+from kernels.layout import BLOCK_ROWS
+from memory.errors import DoesNotFit
+
+__all__ = ["Sessions"]
+
+T = TypeVar("T")
+
+
+class Sessions:
+    """One engine's. Loop thread only."""
+
+    def __init__(self, loop: StepLoop, sessions_max: int) -> None:
+        self.by_id: dict[SessionId, Session] = {}
+        self._loop = loop
+        self._sessions_max = sessions_max
+
+    def find(self, session_id: SessionId) -> Session:
+        """Raises UnknownSession."""
+        found = self.by_id.get(session_id)
+        if found is None:
+            raise UnknownSession(f"no session {session_id!r}", field="session")
+        return found
+
+    def fresh(self, namespace: str = "") -> Session:
+        """A session of a single request, that nobody holds."""
+        return Session(SessionId(secrets.token_hex(8)), temporary=True, namespace=namespace)
+
+    def create(self, namespace: str = "") -> Session:
+        """A new, empty session. Raises NotAdmitted when too many are held."""
+        if len(self.by_id) >= self._sessions_max:
+            raise NotAdmitted(f"{len(self.by_id)} sessions are held, the most allowed; close one", retry_after_s=5.0)
+        session = Session(SessionId(secrets.token_hex(8)), temporary=False, namespace=namespace)
+        session.used_at = time()
+        self.by_id[session.id] = session
+        return session
+
+    def fork(self, session_id: SessionId, tokens: int | None, revision: int | None) -> Session:
+        """A session that begins with the first `tokens` tokens of another one, all of them by default; the other may be running.
+
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are; NotAdmitted.
+        """
+        source = self.find(session_id)
+        self.check_revision(source, revision)
+        count = _count(source, tokens)
+        made = self.create(source.namespace)
+        held = min(count, source.rows)
+        rows, stage = reusable(self._loop.stage, source, held, held), self._loop.stage
+        memory = source.memory
+        if memory is not None and rows:
+            try:
+                made.memory = self._fitted(
+                    lambda: stage.placement.fork(
+                        memory, made.id, count, rows, compute=stage.streams.compute, copyback=stage.copyback
+                    ),
+                    source,
+                )  # fmt: skip
+            except BaseException:
+                del self.by_id[made.id]
+                raise
+        made.tokens = source.tokens[:count]
+        if made.memory is not None:
+            made.move(Phase.ARCHIVED)  # it comes with rows, as one from an archive does
+            made.move(Phase.READY)
+        if self._loop.stored is not None:
+            self._loop.stored.note(made)
+        return made
+
+    async def truncate(self, session_id: SessionId, tokens: int, revision: int | None) -> Session:
+        """Keep the first `tokens` tokens of a session that is between two turns.
+
+        Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
+        """
+        session = self.find(session_id)
+        self.check_revision(session, revision)
+        while session.busy and session.memory is not None and self._between(session):
+            await session.memory.operations.settle()
+        self.check_revision(session, revision)
+        if not self._between(session):
+            raise SessionBusy(f"session {session.id} is {session.phase.value}; truncate it between its turns", field="session")
+        count, memory = _count(session, tokens), session.memory
+        held = min(count, session.rows)
+        rows = reusable(self._loop.stage, session, held, held)
+        if memory is not None and rows < memory.counts.logical:
+            self._fitted(lambda: memory.truncate(rows, self._loop.stage.streams.compute), session)
+        if count < len(session.tokens):
+            session.revision += 1
+        del session.tokens[count:]
+        session.used_at = time()
+        if self._loop.stored is not None:
+            self._loop.stored.note(session)
+        return session
+
+    def _fitted(self, take: Callable[[], T], spared: Session) -> T:
+        """What `take` gives, with what idle sessions give back for it. Raises NotAdmitted."""
+        while True:
+            try:
+                return take()
+            except DoesNotFit as error:
+                if self._loop.stored is None or not self._loop.stored.reclaim(spared):
+                    raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
+
+    def _between(self, session: Session) -> bool:
+        """Whether the session is between two turns."""
+        return session.idle and not session.closing and not self.running(session)
+
+    def running(self, session: Session) -> list[Request]:
+        """Requests of the session that have not ended."""
+        return [request for request in self._loop.requests if request.session is session]
+
+    def check_revision(self, session: Session, revision: int | None) -> None:
+        """Raise StaleRevision unless the session is at `revision`, with no turn on its way; None: any will do."""
+        if revision is None:
+            return
+        if session.revision != revision:
+            raise StaleRevision(f"session {session.id} is at revision {session.revision}, not {revision}", session.revision)
+        if self.running(session):
+            raise StaleRevision(f"session {session.id} has a turn running behind revision {revision}", session.revision)
+
+    async def settle(self, session: Session) -> None:
+        """Wait for turns whose last token was handed out already: the session is theirs for a moment more."""
+        while ending := [request for request in self.running(session) if request.finished]:
+            await ending[0].ended.wait()
+
+    def used(self, session: Session) -> None:
+        """A turn begins."""
+        session.used_at = time()
+
+    def views(self) -> dict[SessionId, SessionView]:
+        """All that are held, in order of their making."""
+        return {session_id: self._view(session) for session_id, session in self.by_id.items()}
+
+    def _view(self, session: Session) -> SessionView:
+        host = device = 0
+        if session.memory is not None:
+            host, device = held_bytes(self._loop, session)
+        return SessionView(
+            id=session.id, namespace=session.namespace, phase=session.phase.value, revision=session.revision, token_ids=session.tokens,
+            rows=session.rows, host_bytes=host, device_bytes=device, used_at=session.used_at,
+        )  # fmt: skip
+
+
+def held_bytes(loop: StepLoop, session: Session) -> tuple[int, int]:
+    """Bytes of blocks in RAM, and on the device, that a session holds; shared ones count for each that shares them."""
+    memory, stage = session.memory, loop.stage
+    assert memory is not None, f"{session!r} holds nothing"
+    held, key = memory.statistics(), stage.layout.key
+    blocks = held.blocks * stage.layout.block_bytes
+    pages = held.pages * stage.layout.key_layers * key.page_bytes
+    if memory.ring is None:
+        return -(-held.counts.mirrored // BLOCK_ROWS) * stage.layout.block_bytes, blocks + pages
+    hot = sum(cache.row_bytes + cache.map_bytes for cache in held.hot)
+    return blocks, pages + memory.ring.buffer.numel() + hot
+
+
+def _count(session: Session, tokens: int | None) -> int:
+    held = len(session.tokens)
+    if tokens is None:
+        return held
+    if not 0 <= tokens <= held:
+        raise BadRequest(f"session {session.id} has {held} tokens, so 0 to {held} can be kept, not {tokens}", field="tokens")
+    return tokens
