@@ -95,6 +95,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    draft_depth: int | None = None  # most drafts a step for this request; changes no token
     return_token_ids: bool | None = None
     session: object = None
     synthetic_history: SyntheticRows | None = None

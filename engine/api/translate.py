@@ -40,6 +40,7 @@ def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _
         "stop": stop or None,
         "stop_token_ids": tuple(request.stop_token_ids or ()) or None,
         "ignore_eos": request.ignore_eos,
+        "draft_depth": request.draft_depth,
         "include_stop": request.include_stop_str_in_output,
         "logprobs": _logprobs(request),
     }

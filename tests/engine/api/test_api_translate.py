@@ -24,7 +24,7 @@ def messages(*given: dict[str, object]) -> list[object]:
 
 SHARED: dict[str, object] = {
     "max_tokens": 7, "temperature": 0.5, "top_p": 0.25, "top_k": 9, "min_p": 0.125, "seed": -3, "repetition_penalty": 1.5,
-    "presence_penalty": -1.0, "frequency_penalty": 2.0, "stop": ["a", "b"], "stop_token_ids": [4, 5], "ignore_eos": True,
+    "presence_penalty": -1.0, "frequency_penalty": 2.0, "stop": ["a", "b"], "stop_token_ids": [4, 5], "ignore_eos": True, "draft_depth": 2,
 }  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def test_every_sampling_field_arrives() -> None:
     """Each field of the request is the field of the same meaning of Sampling, on both endpoints."""
     expected = Sampling(
         max_tokens=7, temperature=0.5, top_p=0.25, top_k=9, min_p=0.125, seed=-3, repetition_penalty=1.5, presence_penalty=-1.0,
-        frequency_penalty=2.0, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, include_stop=True,
+        frequency_penalty=2.0, stop=("a", "b"), stop_token_ids=(4, 5), ignore_eos=True, draft_depth=2, include_stop=True,
     )  # fmt: skip
     fields = SHARED | {"include_stop_str_in_output": True}
     assert to_sampling(chat(**fields)) == expected
