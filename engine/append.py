@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
-from engine.rows import Destinations, store, store_key, store_row
+from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
 from kernels.gather import gather_blocks, gather_rows
@@ -166,13 +166,11 @@ class AppendRun:
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         layer = self._stage.model.layers[local]
         made = layer.project_input(self._u)
-        self._qr = layer.mla.norm_latent(made.latent)
-        rope, layout = (self._cos, self._sin), self._stage.layout
         to = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
-        store_row(layer, made.row, rope, layout, local, to)
-        if self._stage.main_groups[group][0] == local:
-            store_key(layer, made.full_key, rope, layout, group, to)
-            self._select(chunk, group, layer, made.full_head_weights.to(torch.float32))
+        key_layer = group if self._stage.main_groups[group][0] == local else None
+        self._qr, head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
+        if head_weights is not None:
+            self._select(chunk, group, layer, head_weights)
 
     def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, head_weights: Tensor) -> None:
         query = layer.full_indexer.project_query(self._qr, self._cos, self._sin)
