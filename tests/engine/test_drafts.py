@@ -164,6 +164,20 @@ async def test_sessions_of_different_depths_share_steps(checkpoint: Path, monkey
     assert counts.accepted[0] > 0
 
 
+@pytest.mark.parametrize("sessions", [3, 4, 5])
+async def test_as_many_sessions_as_rows(checkpoint: Path, sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sessions as a step has drafts, one more, two more: nothing takes the one number for the other."""
+    turns = [[(ids(20 + 9 * number, number), 12)] for number in range(sessions)]
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        alone = [await collect(engine, one) for one in turns]
+    rng = some(sessions)
+    guess_right(monkeypatch, [one.context for one in alone], lambda _, drafts: rng.choice((0, 1, drafts)), VOCABULARY)
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, draft_depth=3)) as engine:
+        together = await asyncio.gather(*(collect(engine, one) for one in turns))
+        assert engine.statistics().steps < sessions * 11
+    assert all(one.same_bits(other) for one, other in zip(together, alone, strict=True))
+
+
 @pytest.mark.parametrize("tail", [1, 3, 4, 5])
 async def test_a_short_prompt_beside_verifying_sessions(checkpoint: Path, tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of about as many tokens as a step has rows is appended, never verified, while another session's drafts are judged."""

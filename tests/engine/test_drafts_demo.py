@@ -59,6 +59,25 @@ async def test_the_demo_says_the_same_in_half_the_steps(temperature: float) -> N
         assert fewer <= (0.6 if temperature == 0.0 else 0.8) * steps
 
 
+async def test_a_stop_string_inside_an_accepted_run() -> None:
+    """Text, tokens and reason end where they end without drafts, wherever in a run the stop string is complete."""
+    prompt = held_out_prompts(3)[1][-96:]
+    found = []
+    async with Engine.open(DEMO, demo(0)) as engine:
+        whole = await engine.generate(prompt, Sampling(max_tokens=30, temperature=0.0, ignore_eos=True)).complete()
+    stops = sorted({whole.text[start : start + 3] for start in range(4, len(whole.text) - 3, 5)})[:6]
+    for depth in (0, 7):
+        async with Engine.open(DEMO, demo(depth)) as engine:
+            for stop in stops:
+                sampling = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True, stop=(stop,))
+                one = await engine.generate(prompt, sampling).complete()
+                found.append((depth, (one.text, one.token_ids, one.finish_reason)))
+    plain, drafted = ([answer for depth, answer in found if depth == which] for which in (0, 7))
+    assert drafted == plain
+    assert all(reason == "stop" for _, _, reason in plain)
+    assert len({len(tokens) for _, tokens, _ in plain}) > 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "seed"), list(itertools.product((0.7, 1.0), range(20))))
 async def test_the_demo_says_the_same_for_many_seeds(temperature: float, seed: int) -> None:
