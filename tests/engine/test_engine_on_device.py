@@ -27,7 +27,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def card(**changes: object) -> EngineConfig:
-    return small(**{"device": "cuda", "dtype": "f32", **changes})
+    """Few sessions at once unless asked for more: an engine warms every batch size it may step."""
+    return small(**{"device": "cuda", "dtype": "f32", "decode_batch_limit": 1, **changes})
 
 
 @pytest.mark.parametrize("name", [each.name for each in configurations()])
@@ -112,7 +113,7 @@ async def test_ten_thousand_replays_mirror_what_resident_holds(tmp_path: Path) -
 
 async def test_eager_company_of_appends(checkpoints: dict[str, Path]) -> None:
     """A long prompt appended in chunks beside decoding sessions changes nobody's bits."""
-    config = card(row_format="q8g64", hot_rows=TOP_K, append_chunk_rows=64)
+    config = card(row_format="q8g64", hot_rows=TOP_K, append_chunk_rows=64, decode_batch_limit=4)
 
     async def talk(engine: Engine, number: int, rows: int, tokens: int) -> Run:
         return await collect(engine, [(ids(rows, number), tokens)], greedy(tokens))
