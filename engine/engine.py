@@ -80,7 +80,7 @@ class Engine:
         identify = functools.partial(
             identity_of, stage, model=name, tokenizer=tokenizer.hash(), template=template.hash(), context_max=context_max
         )
-        self._archives = Archives(stage, self._sessions, config.sessions_max, identify, self._loop.wake)
+        self._archives = Archives(stage, self._sessions, config.sessions_max, identify, self._loop.wake, self._reclaim)
         self._ready = False
 
     @classmethod
@@ -212,16 +212,25 @@ class Engine:
         Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
         ArchiveRefused, NotAdmitted: the directory is somebody else's. Cancel: the archive is what it was.
         """
-        return await self._archives.export(self._held.find(session_id), Path(directory), progress)
+        session = self._held.find(session_id)
+        await self._held.settle(session)
+        return await self._archives.export(session, Path(directory), progress)
 
-    async def import_session(self, directory: str | Path, progress: TransferProgress | None = None) -> SessionId:
+    async def import_session(
+        self, directory: str | Path, progress: TransferProgress | None = None, *, namespace: str = ""
+    ) -> SessionId:  # fmt: skip
         """Make an exported session one of this engine's, under its old id where that is free.
 
+        Args: progress: as `export_session`'s. namespace: whose it is from now on.
         Raises: ArchiveRefused: damaged, or of another model or format; NotAdmitted: it does not fit; ArchiveFailed. Nothing of it is held
         then, nor after a cancellation.
         """
         self._loop.check_open()
-        return await self._archives.take(Path(directory), progress)
+        taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
+        self._held.used(taken)
+        if self._loop.stored is not None:
+            self._loop.stored.note(taken)
+        return taken.id
 
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
@@ -231,7 +240,7 @@ class Engine:
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
         Args: history: made-up rows that a session of its own begins with, for measuring. revision: what the session's must be.
-            namespace: a session of its own may begin with stored rows of this one's sessions only.
+            namespace: a session of its own begins with stored rows of this one's sessions only; another's sessions are unknown.
         Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, StaleRevision, NotAdmitted; later:
         SessionBroken.
         """
@@ -239,7 +248,7 @@ class Engine:
 
         async def start() -> Request:
             self._loop.check_open()
-            held = self._held.fresh(namespace) if session is None else self._held.find(session)
+            held = self._held.fresh(namespace) if session is None else self._held.find(session, namespace)
             return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
 
         return Generation(start, self._loop.abort)
@@ -257,6 +266,9 @@ class Engine:
         except TimeoutError:
             self._abort_all()
             await self._loop.wait_idle()
+
+    def _reclaim(self) -> bool:
+        return self._loop.stored is not None and self._loop.stored.reclaim(None)
 
     def _abort_all(self) -> None:
         for request in self._loop.requests:

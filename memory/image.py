@@ -21,6 +21,7 @@ from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
 from memory.append import blocks_of
 from memory.barrier import barrier
 from memory.copyback import Copyback, write_state
+from memory.keys import span_of
 from memory.session import SessionMemory
 from memory.staging import behind_fills, landing, pinned
 from streams import Stream
@@ -36,6 +37,7 @@ class Image:
 
     rows: int
     hidden: Tensor  # f32 [HIDDEN_ROWS, hidden], CPU: the state of row p at p % HIDDEN_ROWS
+    hidden_from: int  # the first row whose state that is
 
 
 async def read_out(session: SessionMemory, copyback: Copyback) -> Image:
@@ -54,7 +56,7 @@ async def read_out(session: SessionMemory, copyback: Copyback) -> Image:
     event = copyback.stream.submit(read, label="image hidden", session=session.session_id, reads=[session.hidden], writes=[hidden])
     session.operations.hold(event)
     await event
-    return Image(rows, hidden)
+    return Image(rows, hidden, session.counts.hidden_from)
 
 
 class Loading:
@@ -115,13 +117,11 @@ class Loading:
         layout = self._layout
         page, number = divmod(block, _PAGE_BLOCKS)
         keys = source[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)
-        # The pages of one stretch of positions lie one behind the other, so that a block's keys of all layers are one copy.
-        first = self._session.pages.view(0, page)
-        target = first.as_strided(keys.shape, (layout.key.page_bytes, 1), first.storage_offset() + number * layout.key_layer_bytes)
-        return target, keys
+        span = span_of(self._session.pages, page).view(layout.key_layers, _PAGE_BLOCKS, layout.key_layer_bytes)
+        return span[:, number], keys
 
-    async def finish(self, hidden: Tensor) -> None:
-        """All blocks are placed: the session has its rows. Args: hidden: as `Image.hidden`."""
+    async def finish(self, hidden: Tensor, hidden_from: int) -> None:
+        """All blocks are placed: the session has its rows. Args: hidden, hidden_from: as `Image`'s."""
         session, rows = self._session, self._rows
         offload = session.ring is not None
         assert hidden.shape == session.hidden.shape, f"hidden states {tuple(hidden.shape)} for {tuple(session.hidden.shape)}"
@@ -144,12 +144,7 @@ class Loading:
         broken = session.operations.broken
         if broken is not None:
             raise broken
-        counts = session.counts
-        counts.advance(rows)
-        counts.commit(rows)
-        if offload:
-            counts.submit(rows)
-            counts.complete(rows, counts.epoch)
+        session.counts.begin(rows, rows if offload else 0, hidden_from)
 
 
 def _copy_all(moves: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:

@@ -3,18 +3,20 @@
 Holds no state. Knows no files.
 
 Invariants:
-1. When either function returns or raises, cancelled or not, no thread runs its work any more: what the work touches may be let go of.
+1. When one of them returns or raises, cancelled or not, no thread runs its work any more: what the work touches may be let go of.
 2. Work is made and followed on the loop, in order; only the work itself runs in threads.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
+from typing import Final, Protocol, TypeVar
 
-__all__ = ["AHEAD", "beside", "in_order"]
+__all__ = ["AHEAD", "beside", "held", "in_order"]
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Closable")
 AHEAD: Final = 2  # pieces in threads at a time: one is hashed while the other waits for the disk
 
 
@@ -23,6 +25,29 @@ async def beside(work: Callable[[], T]) -> T:
     future = asyncio.get_running_loop().run_in_executor(None, work)
     await _settle([future])
     return future.result()
+
+
+class Closable(Protocol):
+    """Something to let go of, in a thread."""
+
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def held(make: Callable[[], C]) -> AsyncIterator[C]:
+    """What `make` makes, for the length of the block; made and closed in threads. Cancelled while it is made, it is closed all the same."""
+    future = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        await _settle([future])
+    except asyncio.CancelledError:
+        if future.exception() is None:
+            await beside(future.result().close)
+        raise
+    made = future.result()
+    try:
+        yield made
+    finally:
+        await beside(made.close)
 
 
 async def in_order(works: Iterable[Callable[[], T]], follow: Callable[[T], Awaitable[None]]) -> None:

@@ -38,6 +38,7 @@ def check(manifest: Manifest, where: str) -> None:
         (manifest.mtp_rows != (end == manifest.main_layers + 1), "it contradicts itself about rows of the MTP block"),
         (len(manifest.weights) != manifest.layers, f"checksums of {len(manifest.weights)} layers' weights, of {manifest.layers}"),
         (any(a >= b for a, b in pairwise((*manifest.indexer_layers, manifest.main_layers))), "its indexer layers are in no order"),
+        (not max(0, manifest.rows - HIDDEN_ROWS) <= manifest.hidden_from <= manifest.rows, f"hidden states from {manifest.hidden_from} on"),
         (len(manifest.hidden) != hidden_bytes, f"hidden states of {len(manifest.hidden)} bytes, not {hidden_bytes}"),
     )
     for is_wrong, why in wrong:

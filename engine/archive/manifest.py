@@ -88,6 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokens: tuple[Token, ...]
     rows: Count  # positions with rows; the last token may have none yet
     hidden_width: Positive
+    hidden_from: Count  # the first position whose state is among the hidden ones; `rows` where none is
     hidden: bytes  # f32 [16, hidden_width] little-endian, the state of row p at p % 16; empty without rows or without the last layer
     segments: tuple[Segment, ...]
 

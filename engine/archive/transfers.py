@@ -21,7 +21,7 @@ from typing import Final, TypeAlias
 import structlog
 import torch
 
-from engine.archive.ahead import AHEAD, beside, in_order
+from engine.archive.ahead import AHEAD, beside, held, in_order
 from engine.archive.identity import Identity
 from engine.archive.manifest import Manifest
 from engine.archive.parts import Bytes
@@ -62,12 +62,13 @@ class Archives:
 
     def __init__(
         self, stage: Stage, sessions: MutableMapping[SessionId, Session], sessions_max: int, identify: Callable[[], Identity],
-        wake: Callable[[], None],
+        wake: Callable[[], None], reclaim: Callable[[], bool],
     ) -> None:  # fmt: skip
         """One a stage.
 
         Args: sessions: the engine's own, by id; imported ones are added. identify: makes the stage's identity, beside the loop.
-            wake: called whenever requests that wait for a session or for memory may go on.
+            wake: called whenever requests that wait for a session or for memory may go on. reclaim: frees some memory of idle sessions;
+            returns False when nothing more is to be had.
         """
         assert sys.byteorder == "little", "archives are little-endian, and rows go there as they are"
         self._stage = stage
@@ -75,6 +76,7 @@ class Archives:
         self._sessions_max = sessions_max
         self._identify = identify
         self._wake = wake
+        self._reclaim = reclaim
         self._identity: Identity | None = None
         self._exports: dict[Session, asyncio.Event] = {}
         self._arriving: list[_Arrival] = []
@@ -101,11 +103,8 @@ class Archives:
         write = partial(self._write, session, session.memory, tuple(session.tokens), session.revision)
         try:
             identity = await self._known()
-            writer = await beside(partial(Writer, path, identity, session.id))
-            try:
+            async with held(partial(Writer, path, identity, session.id)) as writer:
                 manifest = await write(identity, writer, progress)
-            finally:
-                await beside(writer.close)
         except BarrierFailed as error:
             session.move(Phase.BROKEN)
             raise SessionBroken(str(error)) from error
@@ -128,7 +127,7 @@ class Archives:
         self, session: Session, memory: SessionMemory | None, tokens: tuple[int, ...], revision: int, identity: Identity, writer: Writer,
         progress: TransferProgress | None,
     ) -> Manifest:  # fmt: skip
-        image = Image(0, torch.zeros((HIDDEN_ROWS, identity.hidden_width)))
+        image = Image(0, torch.zeros((HIDDEN_ROWS, identity.hidden_width)), 0)
         if memory is not None:
             image = await read_out(memory, self._stage.copyback)
             await self._write_rows(session, memory, writer, image.rows, progress)
@@ -138,7 +137,8 @@ class Archives:
             main_layers=identity.main_layers, indexer_layers=identity.indexer_layers, first_layer=identity.first_layer,
             layers=identity.layers, mtp_rows=identity.with_mtp, weights=identity.weights, tokenizer=identity.tokenizer,
             template=identity.template, rows_as=identity.rows_as, keys_as=identity.keys_as, tokens=tokens, rows=image.rows,
-            hidden_width=identity.hidden_width, hidden=image.hidden.numpy().tobytes() if kept else b"", segments=writer.segments,
+            hidden_width=identity.hidden_width, hidden_from=image.hidden_from, hidden=image.hidden.numpy().tobytes() if kept else b"",
+            segments=writer.segments,
         )  # fmt: skip
         await beside(partial(writer.commit, manifest))
         return manifest
@@ -197,7 +197,7 @@ class Archives:
 
     # In.
 
-    async def take(self, path: Path, progress: TransferProgress | None) -> SessionId:
+    async def take(self, path: Path, namespace: str, progress: TransferProgress | None) -> SessionId:
         """See Engine.import_session."""
         if len(self._sessions) + len(self._arriving) >= self._sessions_max:
             raise NotAdmitted(f"{len(self._sessions)} sessions are held, the most allowed; close one", retry_after_s=5.0)
@@ -205,11 +205,8 @@ class Archives:
         self._arriving.append(arrival)
         session: Session | None = None
         try:
-            reader = await beside(partial(Reader, path, await self._known()))
-            try:
-                session = await self._enter(arrival, reader, progress)
-            finally:
-                await beside(reader.close)
+            async with held(partial(Reader, path, await self._known())) as reader:
+                session = await self._enter(arrival, namespace, reader, progress)
         except BaseException:
             if session is not None and session.memory is not None:
                 session.memory.close()
@@ -226,21 +223,18 @@ class Archives:
         )  # fmt: skip
         return session.id
 
-    async def _enter(self, arrival: "_Arrival", reader: Reader, progress: TransferProgress | None) -> Session:
+    async def _enter(self, arrival: "_Arrival", namespace: str, reader: Reader, progress: TransferProgress | None) -> Session:
         """A session, whole, that nobody knows yet."""
         manifest, identity = reader.manifest, await self._known()
         arrival.id = self._free_id(SessionId(manifest.session))
-        session = Session(arrival.id, temporary=False)
+        session = Session(arrival.id, temporary=False, namespace=namespace)
         session.move(Phase.ARCHIVED)
         session.tokens, session.revision = list(manifest.tokens), manifest.revision
         if manifest.template != identity.template:
             _log.warning("restore.template_differs", session_id=session.id)
         if manifest.rows == 0:
             return session
-        try:
-            memory = self._stage.placement.open(session.id, len(session.tokens))
-        except DoesNotFit as error:
-            raise NotAdmitted(f"a session of {len(session.tokens)} tokens does not fit: {error}; close one or try later") from error
+        memory = self._open(session)
         try:
             await self._fill(memory, reader, progress)
         except BaseException:
@@ -251,6 +245,17 @@ class Archives:
             raise
         session.memory = memory
         return session
+
+    def _open(self, session: Session) -> SessionMemory:
+        """Memory for its tokens, with what idle sessions give back for it. Raises NotAdmitted."""
+        while True:
+            try:
+                return self._stage.placement.open(session.id, len(session.tokens))
+            except DoesNotFit as error:
+                if not self._reclaim():
+                    raise NotAdmitted(
+                        f"a session of {len(session.tokens)} tokens does not fit: {error}; close one or try later", retry_after_s=5.0
+                    ) from error
 
     def _free_id(self, wanted: SessionId) -> SessionId:
         """The id it had, unless somebody here has it."""
@@ -281,7 +286,7 @@ class Archives:
         hidden = torch.zeros_like(memory.hidden, device="cpu")
         if manifest.hidden:
             hidden = torch.frombuffer(bytearray(manifest.hidden), dtype=torch.float32).view(hidden.shape)
-        await loading.finish(hidden)
+        await loading.finish(hidden, manifest.hidden_from)
 
     async def close(self) -> None:
         """Stop what is under way, and wait for it; what was going out stays as it was on disk, what was coming in is gone."""

@@ -34,7 +34,7 @@ async def load(source: Conversation, image: Image, stage: Stage, *, window: int 
         assert copy.session.counts.logical == 0, "rows are counted before they are placed"
         assert int(copy.session.state[StateField.LOGICAL]) == 0
         await loading.place(first, stop)
-    await loading.finish(image.hidden)
+    await loading.finish(image.hidden, image.hidden_from)
     copy.salts = list(source.salts)
     return copy
 
@@ -54,6 +54,7 @@ async def test_a_loaded_session_is_the_one_that_was_read_out(backend: CpuBackend
     copy.check()
     verify_mirror(copy.session, LAYOUT)
     assert torch.equal(copy.session.hidden, source.session.hidden)
+    assert copy.session.counts.hidden_from == source.session.counts.hidden_from == max(0, rows - 16)
     assert copy.session.counts.mirrored == (0 if into else rows)
     for one, where in ((source, source_stage), (copy, stage)):
         await one.decode(70, each=8)

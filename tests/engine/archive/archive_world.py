@@ -119,7 +119,8 @@ def export(path: Path, of: Identity, picture: Picture, *, session: str = SESSION
                 session=session, revision=picture.revision, architecture=of.architecture, model=of.model, main_layers=of.main_layers,
                 indexer_layers=of.indexer_layers, first_layer=of.first_layer, layers=of.layers, mtp_rows=of.with_mtp, weights=of.weights,
                 tokenizer=of.tokenizer, template=of.template, rows_as=of.rows_as, keys_as=of.keys_as, tokens=tuple(picture.tokens),
-                rows=rows, hidden_width=of.hidden_width, hidden=picture.hidden if of.keeps_hidden else b"", segments=writer.segments,
+                rows=rows, hidden_width=of.hidden_width, hidden_from=max(0, rows - HIDDEN_ROWS),
+                hidden=picture.hidden if of.keeps_hidden else b"", segments=writer.segments,
             )
         )  # fmt: skip
     finally:
