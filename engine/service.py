@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ class Service:
         self.config = config
         self.engine: EngineFace | None = None
         self.created = int(time.time())
+        # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
+        self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
         self._draining = False
         self._running: list[asyncio.Task[object]] = []
         self._idle = asyncio.Event()

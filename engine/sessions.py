@@ -36,10 +36,10 @@ class Sessions:
         self._loop = loop
         self._sessions_max = sessions_max
 
-    def find(self, session_id: SessionId) -> Session:
-        """Raises UnknownSession."""
+    def find(self, session_id: SessionId, namespace: str | None = None) -> Session:
+        """Raises UnknownSession, also where the session is not of the namespace; None: any will do."""
         found = self.by_id.get(session_id)
-        if found is None:
+        if found is None or namespace not in (None, found.namespace):
             raise UnknownSession(f"no session {session_id!r}", field="session")
         return found
 

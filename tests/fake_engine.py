@@ -15,7 +15,7 @@ from typing import Any, Self
 from engine.chunk import Chunk, FinishReason, Usage
 from engine.config import EngineConfig
 from engine.errors import BadModel
-from engine.protocol import Message, Progress, Prompt, SessionId, SyntheticHistory
+from engine.protocol import Message, Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.sampling import Sampling
 
 Item = Chunk | BaseException | asyncio.Event
@@ -87,6 +87,7 @@ class FakeStatistics:
     steps: int = 12
     drafts_proposed: tuple[int, ...] = (9, 6, 0, 0, 0, 0, 0)
     drafts_accepted: tuple[int, ...] = (6, 2, 0, 0, 0, 0, 0)
+    stored: int = 2
     host_bytes: int = 3 * 2**20
     device_bytes: int = 512
     resident_bytes: int = 5 * 2**30
@@ -101,6 +102,10 @@ class FakeGeneration:
         self.paused = asyncio.Event()  # it has come to an event of its script that was not set
         self.closed = asyncio.Event()
         self.ended = False
+
+    @property
+    def revision(self) -> int:
+        return 4
 
     @property
     def progress(self) -> Progressed:
@@ -149,6 +154,8 @@ class Call:
     request_id: str | None
     arguments: Mapping[str, object] | None
     history: SyntheticHistory | None = None
+    revision: int | None = None
+    namespace: str = ""
 
 
 @dataclass
@@ -167,18 +174,31 @@ class FakeEngine:
     generations: list[FakeGeneration] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)  # generate was called
     aborted: int = 0
-    sessions: list[SessionId] = field(default_factory=list)
+    sessions: dict[SessionId, SessionView] = field(default_factory=dict)
+    made_sessions: list[SessionId] = field(default_factory=list)
     closed_sessions: list[SessionId] = field(default_factory=list)
+    forks: list[tuple[SessionId, int | None, int | None]] = field(default_factory=list)
+    truncations: list[tuple[SessionId, int, int | None]] = field(default_factory=list)
     drains: list[float] = field(default_factory=list)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     may_drain: asyncio.Event | None = None  # a drain waits for it
 
-    async def create_session(self) -> SessionId:
-        self.sessions.append(SessionId(f"s{len(self.sessions)}"))
-        return self.sessions[-1]
+    async def create_session(self, namespace: str = "") -> SessionId:
+        made = SessionId(f"s{len(self.made_sessions)}")
+        self.made_sessions.append(made)
+        self.sessions[made] = SessionView(made, namespace, "ready", 3, [1, 2, 3], 2, 4096, 512, 1e9)
+        return made
 
     async def close_session(self, session_id: SessionId) -> None:
         self.closed_sessions.append(session_id)
+        self.sessions.pop(session_id, None)
+
+    async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
+        self.forks.append((session_id, tokens, revision))
+        return await self.create_session(self.sessions[session_id].namespace)
+
+    async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
+        self.truncations.append((session_id, tokens, revision))
 
     def generate(
         self,
@@ -187,10 +207,12 @@ class FakeEngine:
         *,
         session: SessionId | None = None,
         request_id: str | None = None,
+        revision: int | None = None,
+        namespace: str = "",
         template_arguments: Mapping[str, object] | None = None,
         history: SyntheticHistory | None = None,
     ) -> FakeGeneration:
-        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments, history))
+        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments, history, revision, namespace))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         generation = FakeGeneration(self, script() if callable(script) else script, session)
         self.generations.append(generation)

@@ -156,7 +156,7 @@ def test_run_prints_the_text_and_then_the_table(prompt_file: str, capsys: pytest
         assert text in printed.err
     assert engine.calls[0].prompt == "Once upon a time\n"
     assert engine.calls[0].sampling == Sampling(max_tokens=2, temperature=0.0)
-    assert engine.calls[0].session == engine.sessions[0] == engine.closed_sessions[0]
+    assert engine.calls[0].session == engine.made_sessions[0] == engine.closed_sessions[0]
 
 
 def test_run_logs_progress_where_there_is_no_terminal(prompt_file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_run_raises_the_engines_error_and_closes_the_session(error: ForebayError
     with pytest.raises(type(error)) as caught:
         line("run", "m", "--prompt-file", prompt_file, opener=opener)
     assert caught.value is error
-    assert engine.closed_sessions == engine.sessions
+    assert engine.closed_sessions == engine.made_sessions
     assert opener.closed == 1
 
 

@@ -11,7 +11,7 @@ Pure functions from `engine.chunk` values. Time, ids and order come from the cal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from engine.api.responses import (
     ChatAnswer,
@@ -27,6 +27,7 @@ from engine.api.responses import (
     CompletionTokensDetails,
     Delta,
     PromptTokensDetails,
+    SessionState,
     StopReason,
     TokenIds,
     TopLogprob,
@@ -48,6 +49,7 @@ class AnswerHead:
 
     `created`: seconds since the epoch. `logprobs`: whether they were asked for (a chunk without tokens then has none all the same).
     `token_bytes`: a token's own bytes, for the `bytes` of chat logprobs; without it they are those of the token's text.
+    `session`: where the turn leaves the session it was asked in, told with the end of the answer.
     """
 
     id: str
@@ -57,6 +59,7 @@ class AnswerHead:
     return_token_ids: bool = False
     include_usage: bool = False
     token_bytes: Callable[[int], bytes] | None = None
+    session: Callable[[], SessionState] | None = None
 
 
 def chat_chunk(head: AnswerHead, chunk: Chunk, *, first: bool = False, prompt_token_ids: Sequence[int] = ()) -> ChatChunk:
@@ -75,6 +78,7 @@ def chat_chunk(head: AnswerHead, chunk: Chunk, *, first: bool = False, prompt_to
         choices=(choice,),
         usage=None if head.include_usage else UNSET,
         prompt_token_ids=_ids(head, prompt_token_ids) if first else UNSET,
+        session=_session(head, chunk),
     )
 
 
@@ -100,6 +104,7 @@ def chat_answer(head: AnswerHead, chunks: Sequence[Chunk], *, prompt_token_ids: 
         choices=(choice,),
         usage=usage_counts(whole.usage),
         prompt_token_ids=_ids(head, prompt_token_ids),
+        session=_session(head, whole),
     )
 
 
@@ -116,8 +121,9 @@ def completion_chunk(
         prompt_token_ids=_ids(head, prompt_token_ids) if first else UNSET,
     )
     return CompletionAnswer(
-        id=head.id, created=head.created, model=head.model, choices=(choice,), usage=None if head.include_usage else UNSET
-    )
+        id=head.id, created=head.created, model=head.model, choices=(choice,), usage=None if head.include_usage else UNSET,
+        session=_session(head, chunk),
+    )  # fmt: skip
 
 
 def completion_usage_chunk(head: AnswerHead, usage: Usage) -> CompletionAnswer:
@@ -136,7 +142,14 @@ def completion_answer(head: AnswerHead, chunks: Sequence[Chunk], *, prompt_token
         token_ids=_ids(head, whole.token_ids),
         prompt_token_ids=_ids(head, prompt_token_ids),
     )
-    return CompletionAnswer(id=head.id, created=head.created, model=head.model, choices=(choice,), usage=usage_counts(whole.usage))
+    return CompletionAnswer(
+        id=head.id, created=head.created, model=head.model, choices=(choice,), usage=usage_counts(whole.usage),
+        session=_session(head, whole),
+    )  # fmt: skip
+
+
+def _session(head: AnswerHead, chunk: Chunk) -> SessionState | UnsetType:
+    return UNSET if head.session is None or chunk.finish_reason is None else head.session()
 
 
 def usage_counts(usage: Usage) -> UsageCounts:

@@ -4,7 +4,7 @@
 2. A message is one line of at most 500 characters.
 """
 
-from engine.errors import ForebayError
+from engine.errors import ForebayError, StaleRevision
 
 __all__ = ["error_body", "error_fields"]
 
@@ -21,5 +21,8 @@ def error_fields(message: str, kind: str, *, field: str | None = None, code: str
 def error_body(error: BaseException) -> tuple[int, dict[str, object]]:
     """HTTP status and body for `error`."""
     if isinstance(error, ForebayError):
-        return error.status, error_fields(str(error) or error.kind, error.kind, field=getattr(error, "field", None))
+        body = error_fields(str(error) or error.kind, error.kind, field=getattr(error, "field", None))
+        if isinstance(error, StaleRevision):
+            body["revision"] = error.revision  # the present one, beside the error: clients read `error` by its four fields
+        return error.status, body
     return 500, error_fields("internal error: see the server's log", ForebayError.kind)

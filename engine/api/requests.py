@@ -20,8 +20,8 @@ from engine.errors import BadRequest, shown
 from engine.sampling import STOP_TOKENS_MAX, STOPS_MAX
 
 __all__ = [
-    "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "StreamOptions",
-    "SyntheticRows", "TokenizeRequest", "ToolCall", "parse_chat", "parse_completion", "parse_tokenize",
+    "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "SessionTurn",
+    "StreamOptions", "SyntheticRows", "TokenizeRequest", "ToolCall", "decode", "parse_chat", "parse_completion", "parse_tokenize",
 ]  # fmt: skip
 
 _NESTING_MAX = 64  # of values that we pass on undecoded; templates recurse over them
@@ -74,6 +74,13 @@ class SyntheticRows(msgspec.Struct, kw_only=True):
     rows: Annotated[int, msgspec.Meta(ge=1)]
 
 
+class SessionTurn(msgspec.Struct, kw_only=True):
+    """The session a request continues: its messages or prompt are the new ones only. `revision`: refused if it is at another."""
+
+    id: str
+    revision: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """Fields that both endpoints share. Extensions carry the names vLLM gave them."""
 
@@ -97,7 +104,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     draft_depth: int | None = None  # most drafts a step for this request; changes no token
     return_token_ids: bool | None = None
-    session: object = None
+    session: SessionTurn | None = None
     synthetic_history: SyntheticRows | None = None
 
 
@@ -136,12 +143,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
 
 
-_Request = TypeVar("_Request", ChatRequest, CompletionRequest, TokenizeRequest)
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Decode and check a body of /v1/chat/completions. Raises BadRequest naming the field."""
-    request = _decode(body, ChatRequest)
+    request = decode(body, ChatRequest)
     _check_shared(request)
     _check_messages(request.messages)
     _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
@@ -170,7 +177,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Decode and check a body of /v1/completions. Raises BadRequest naming the field."""
-    request = _decode(body, CompletionRequest)
+    request = decode(body, CompletionRequest)
     _check_shared(request)
     _check_prompt(request.prompt)
     if request.best_of not in (None, 1):
@@ -184,7 +191,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Decode and check a body of /tokenize: exactly one of `prompt` and `messages`. Raises BadRequest naming the field."""
-    request = _decode(body, TokenizeRequest)
+    request = decode(body, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("send exactly one of prompt and messages", field="prompt")
     if request.messages is not None:
@@ -198,8 +205,8 @@ def _check_shared(request: GenerationRequest) -> None:
         raise BadRequest(f"n must be 1, not {shown(request.n)}: one answer a request", field="n")
     if request.logit_bias:
         raise BadRequest("logit_bias is not served", field="logit_bias")
-    if request.session is not None:
-        raise BadRequest("session is reserved and not served yet: leave it out", field="session")
+    if request.session is not None and request.synthetic_history is not None:
+        raise BadRequest("synthetic_history begins a session of its own: leave session out", field="synthetic_history")
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options needs stream to be true", field="stream_options")
     _check_at_least_one(request.max_tokens, "max_tokens")
@@ -264,7 +271,8 @@ def _check_nesting(value: object, field: str) -> None:
     raise BadRequest(f"{field} is nested deeper than {_NESTING_MAX} levels", field=field)
 
 
-def _decode(body: bytes, kind: type[_Request]) -> _Request:
+def decode(body: bytes, kind: type[_Request]) -> _Request:
+    """A body as its type, unchecked otherwise. Raises BadRequest with the field's path."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 __all__ = [
     "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
     "CompletionChoice", "CompletionLogprobs", "CompletionTokensDetails", "Delta", "ModelCard", "ModelList", "PromptTokensDetails",
-    "Response", "TokenizeAnswer", "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
+    "Response", "SessionState", "TokenizeAnswer", "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
 ]  # fmt: skip
 
 TokenIds: TypeAlias = tuple[int, ...] | UnsetType
@@ -70,6 +70,13 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True, frozen=True):
     token_ids: TokenIds = UNSET
 
 
+class SessionState(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a turn left its session: what the next turn names."""
+
+    id: str
+    revision: int
+
+
 class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -78,6 +85,7 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     choices: tuple[ChatChunkChoice, ...]
     usage: UsageCounts | UnsetType | None = UNSET
     prompt_token_ids: TokenIds = UNSET
+    session: SessionState | UnsetType = UNSET
 
 
 class ChatReply(msgspec.Struct, kw_only=True, frozen=True):
@@ -103,6 +111,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True, frozen=True):
     choices: tuple[ChatChoice, ...]
     usage: UsageCounts
     prompt_token_ids: TokenIds = UNSET
+    session: SessionState | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True, frozen=True):
@@ -133,6 +142,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     choices: tuple[CompletionChoice, ...]
     usage: UsageCounts | UnsetType | None = UNSET
+    session: SessionState | UnsetType = UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
@@ -155,7 +165,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True, frozen=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
-Response: TypeAlias = ChatChunk | ChatAnswer | CompletionAnswer | ModelList | ModelCard | TokenizeAnswer
+Response: TypeAlias = msgspec.Struct
 
 _encoder = msgspec.json.Encoder()
 

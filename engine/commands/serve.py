@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import structlog
 import uvloop
@@ -29,10 +30,11 @@ def run(invocation: Invocation) -> int:
     settings = invocation.settings
     directory = settings.model_directory()
     logs.configure(settings.server.log_format)
+    config = replace(settings.engine, prefix_cache="on") if settings.engine.prefix_cache == "auto" else settings.engine
     with Bar(f"loading {directory.name}", "model.loading", "tensors") as loading:
 
         def open_model() -> AbstractAsyncContextManager[EngineFace]:
-            return invocation.open_engine(directory, settings.engine, progress=loading.update)
+            return invocation.open_engine(directory, config, progress=loading.update)
 
         async def announce(address: str, engine: EngineFace) -> None:
             loading.close()

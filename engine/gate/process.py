@@ -46,7 +46,7 @@ class ServerFailed(ForebayError):
 
 def serve_words(plan: Plan, arm: Arm) -> list[str]:
     """The command line of one arm's server: every engine setting by its flag, so that nothing else can decide it. Never on tape."""
-    config = replace(plan.engine, placement=arm)
+    config = replace(plan.engine, placement=arm, prefix_cache="off")  # every run pays for its prompt
     words = ["serve", *(["--demo"] if plan.model is None else [plan.model]), "--port", "0", "--log-format", "json"]
     for setting in SETTINGS.values():
         if setting.place == "engine" and setting.name != "tape":

@@ -224,15 +224,16 @@ def test_a_servers_words_say_how_deep_to_draft(depth: int | None) -> None:
 
 @pytest.mark.parametrize("arm", ["resident", "offload"])
 def test_a_servers_words_say_every_setting(arm: Arm) -> None:
-    """The command line of an arm resolves to the gate's own engine settings with only the placement changed."""
+    """The command line of an arm resolves to the gate's own engine settings with its placement, and nothing stored between runs."""
     config = EngineConfig(hot_rows=77, host_memory_bytes=3 << 20, device="cpu", row_format="f32", latent_norm_eps=1e-5, context_max=900)
     words = serve_words(Plan(engine=config, model="some/model", history=SyntheticHistory(1, 2)), arm)
     assert words[:2] == ["serve", "some/model"]
     flags = {name[2:].replace("-", "_"): value for name, value in zip(words[2:-1:2], words[3:-1:2], strict=True)}
     settings = resolve({"model": words[1], "synthetic_history": "true", **flags}, {})
     assert settings.engine == EngineConfig(
-        hot_rows=77, host_memory_bytes=3 << 20, device="cpu", row_format="f32", latent_norm_eps=1e-5, context_max=900, placement=arm
-    )
+        hot_rows=77, host_memory_bytes=3 << 20, device="cpu", row_format="f32", latent_norm_eps=1e-5, context_max=900, placement=arm,
+        prefix_cache="off",
+    )  # fmt: skip
     assert settings.server.port == 0
     assert words[-1] == "--synthetic-history"
 

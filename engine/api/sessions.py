@@ -1,0 +1,103 @@
+"""What `/v1/sessions` takes and answers. Types and pure functions; the routes are `engine/session_routes.py`."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from engine.api.requests import decode
+from engine.errors import BadRequest, shown
+from engine.protocol import SessionView
+
+__all__ = [
+    "ForkRequest", "Nothing", "SessionCard", "SessionDeleted", "SessionList", "TierBytes", "TruncateRequest", "encode_session",
+    "parse_fork", "parse_nothing", "parse_truncate", "session_card", "unknown_include",
+]  # fmt: skip
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Nothing(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/sessions: nothing is asked yet."""
+
+
+class ForkRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/sessions/{id}/fork. Without `tokens` all of them are kept."""
+
+    tokens: Count | None = None
+    revision: Count | None = None
+
+
+class TruncateRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/sessions/{id}/truncate."""
+
+    tokens: Count
+    revision: Count | None = None
+
+
+class TierBytes(msgspec.Struct, kw_only=True, frozen=True):
+    """Allocated bytes; what sessions share counts for each of them."""
+
+    host: int
+    device: int
+
+
+class SessionCard(msgspec.Struct, kw_only=True, frozen=True):
+    """One session. `rows`: tokens that cost nothing any more. `text` and `token_ids` only where asked for."""
+
+    id: str
+    object: Literal["session"] = "session"
+    revision: int
+    state: str
+    tokens: int
+    rows: int
+    bytes: TierBytes
+    last_used: int  # seconds since the epoch
+    token_ids: list[int] | UnsetType = UNSET
+    text: str | UnsetType | None = UNSET  # null: the model has no tokenizer
+
+
+class SessionList(msgspec.Struct, kw_only=True, frozen=True):
+    object: Literal["list"] = "list"
+    data: tuple[SessionCard, ...]
+
+
+class SessionDeleted(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["session"] = "session"
+    deleted: bool = True
+
+
+def parse_nothing(body: bytes) -> Nothing:
+    """Raises BadRequest."""
+    return decode(body, Nothing)
+
+
+def parse_fork(body: bytes) -> ForkRequest:
+    """Raises BadRequest naming the field."""
+    return decode(body, ForkRequest)
+
+
+def parse_truncate(body: bytes) -> TruncateRequest:
+    """Raises BadRequest naming the field."""
+    return decode(body, TruncateRequest)
+
+
+def unknown_include(wanted: str) -> BadRequest:
+    """What a query that asks for something else gets."""
+    return BadRequest(f"include must be 'tokens', not {shown(wanted)}", field="include")
+
+
+def session_card(view: SessionView) -> SessionCard:
+    """A session without its tokens."""
+    return SessionCard(
+        id=view.id, revision=view.revision, state=view.phase, tokens=len(view.token_ids), rows=view.rows,
+        bytes=TierBytes(host=view.host_bytes, device=view.device_bytes), last_used=int(view.used_at),
+    )  # fmt: skip
+
+
+def encode_session(view: SessionView, ids: list[int], bytes_of: Callable[[int], bytes] | None) -> bytes:
+    """The body of a session with its tokens: `ids`, those of the view when it was made, and their text. A pass over them."""
+    text = None if bytes_of is None else b"".join(map(bytes_of, ids)).decode(errors="replace")
+    return msgspec.json.encode(msgspec.structs.replace(session_card(view), tokens=len(ids), token_ids=ids, text=text))
