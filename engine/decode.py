@@ -277,13 +277,13 @@ class DecodeStep:
         load_hidden(table.tensor, self._first(self._place_of), positions, self._hidden_before)
         x = model.mtp.join_input(self._first(self._x), self._hidden_before)
         rope = self._first(self._cos), self._first(self._sin)
-        first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows].contiguous())
+        first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows])
         block = model.mtp.layer
         store(block, block.attention_input(x), rope, stage.layout, stage.mtp_layer, len(stage.main_groups), first, positions)
 
     def _first(self, of_rows: Tensor) -> Tensor:
-        """Each place's first row, contiguous."""
-        return of_rows[:: self._rows].contiguous()
+        """Each place's first row, where it lies."""
+        return of_rows[:: self._rows]
 
     def _keep(self, buffer: Tensor, value: Tensor) -> Tensor:
         """Where later operations of the step find `value`: on the CPU in the buffer they declare, which is watched there; a device spares

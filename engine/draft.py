@@ -78,6 +78,8 @@ class Drafter:
         self._rows_before = torch.arange(places, device=device) * (judged.positions.shape[0] // places)
         self._ends = torch.tensor(config.eos_token_ids, dtype=torch.int64, device=device)
         self._place_of = torch.full((depth, places), -1, dtype=torch.int32, device=device)  # of places that draft so deep
+        self._rows_below = torch.arange(1, depth + 1, device=device)[:, None]  # a place drafts so deep if it has more rows
+        self._no_place = torch.full((), -1, dtype=torch.int32, device=device)
         self._position = torch.zeros(places, dtype=torch.int64, device=device)  # slot of the chain's row
         self._x = torch.zeros((places, config.hidden), dtype=dtype, device=device)
         self._plan = RoundPlan.empty(places, config.top_k, device)
@@ -108,15 +110,13 @@ class Drafter:
     def _extend(self, table: Tensor) -> None:
         """Write the MTP rows behind all accepted rows; the last one of each place begins the chain."""
         stage, judged = self._stage, self._judged
-        rows = table[:, TableField.ROWS]
-        for depth in range(self._depth):
-            self._place_of[depth].copy_(torch.where(rows - 1 > depth, self._places, -1))
+        torch.where(table[:, TableField.ROWS] > self._rows_below, self._places, self._no_place, out=self._place_of)
         x = stage.model.mtp_input(judged.samples, self._hidden())
         slots = judged.positions + 1
         self._store(table, x, judged.next_of, slots)
         last = self._rows_before + (judged.accepted - 1).clamp_min(0)
-        self._x.copy_(x.index_select(0, last))
-        self._position.copy_(slots.index_select(0, last))
+        torch.index_select(x, 0, last, out=self._x)
+        torch.index_select(slots, 0, last, out=self._position)
 
     def _store(self, table: Tensor, x: Tensor, place_of: Tensor, slots: Tensor) -> None:
         """Write rows and keys of MTP inputs x [n, H] to `slots`, int64 [n]."""

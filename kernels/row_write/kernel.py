@@ -34,13 +34,14 @@ def _table_row(cos, sin, row, stride, pair, known):
 
 @triton.jit
 def _write_row(
-    row, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
+    row, at, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
+    SKIP_FIRST: tl.constexpr,
     QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate, pack and store one row."""
-    address = tl.load(destinations + row)
+    """Norm, rotate, pack and store one row, whose addresses and position lie at `at`."""
+    address = tl.load(destinations + at)
     wanted = address != 0
     start = tl.where(wanted, address + offset_bytes, 0)
     values = projected + row.to(tl.int64) * projected_stride
@@ -58,7 +59,7 @@ def _write_row(
     first = first.to(tl.float32)
     second = second.to(tl.float32)
     if SKIP_FIRST:
-        present = tl.load(positions + row) > 0
+        present = tl.load(positions + at) > 0
         latent = tl.where(present, latent, 0.0)
         first = tl.where(present, first, 0.0)
         second = tl.where(present, second, 0.0)
@@ -82,12 +83,12 @@ def _store_key(even, odd, pair, start, WIDE: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def _write_key(
-    row, projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
+    row, at, projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
     SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and pack one key, and store it twice."""
-    address = tl.load(destinations + row)
+    """Norm, rotate and pack one key, and store it twice; its addresses and position lie at `at`."""
+    address = tl.load(destinations + at)
     pair = tl.arange(0, PADDED)  # twice as many as there are
     at_even = 2 * pair
     at_odd = 2 * pair + 1
@@ -108,32 +109,35 @@ def _write_key(
     even = tl.where(pair < PAIRS, first, even).to(tl.float32)
     odd = tl.where(pair < PAIRS, second, odd).to(tl.float32)
     if SKIP_FIRST:
-        present = tl.load(positions + row) > 0
+        present = tl.load(positions + at) > 0
         even = tl.where(present, even, 0.0)
         odd = tl.where(present, odd, 0.0)
     _store_key(even, odd, pair, tl.where(address != 0, address + offset_bytes, 0), WIDE, WIDTH, KEY_BYTES)
-    _store_key(even, odd, pair, tl.load(pages + row), WIDE, WIDTH, KEY_BYTES)
+    _store_key(even, odd, pair, tl.load(pages + at), WIDE, WIDTH, KEY_BYTES)
 
 
 @triton.jit
 def _write_rows(
-    projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps, SKIP_FIRST: tl.constexpr,
+    projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, every, offset_bytes, eps,
+    SKIP_FIRST: tl.constexpr,
     QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    _write_row(tl.program_id(0), projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
+    row = tl.program_id(0)
+    _write_row(row, row * every, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
                SKIP_FIRST, QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
                ROPE_PADDED)  # fmt: skip
 
 
 @triton.jit
 def _write_keys(
-    projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, offset_bytes, eps,
+    projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, every, offset_bytes, eps,
     SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    _write_key(tl.program_id(0), projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride,
+    row = tl.program_id(0)
+    _write_key(row, row * every, projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride,
                offset_bytes, eps, SKIP_FIRST, PAIRS, WIDE, WIDTH, KEY_BYTES, PADDED)  # fmt: skip
 
 
@@ -158,12 +162,12 @@ def _write_layer(
         normed = rms_scaled(given, weights, latent_eps, QUERY).to(given.dtype)
         tl.store(latent_out + wide * QUERY + column, normed, mask=column < QUERY)
     if part == 1:
-        _write_row(row, source, weight, cos, sin, destinations, destinations, source_stride, table_stride, offset_bytes, eps, False,
+        _write_row(row, row, source, weight, cos, sin, destinations, destinations, source_stride, table_stride, offset_bytes, eps, False,
                    QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
                    ROPE_PADDED)  # fmt: skip
     if FULL:
         if part == 2:
-            _write_key(row, key_source, key_weight, key_bias, cos, sin, key_destinations, pages, pages, key_stride, table_stride,
+            _write_key(row, row, key_source, key_weight, key_bias, cos, sin, key_destinations, pages, pages, key_stride, table_stride,
                        key_offset_bytes, key_eps, False, PAIRS, KEY_WIDE, KEY_WIDTH, KEY_BYTES, KEY_PADDED)  # fmt: skip
         if part == 3:
             head = tl.arange(0, HEADS_PADDED)
@@ -179,14 +183,29 @@ def _padded(count: int) -> int:
     return int(triton.next_power_of_2(count))
 
 
+def _alike(*vectors: Tensor | None) -> tuple[list[Tensor | None], int]:
+    """Vectors whose values lie equally far apart, and how far: themselves where they do."""
+    apart = {vector.stride(0) for vector in vectors if vector is not None}
+    if len(apart) == 1:
+        return list(vectors), apart.pop()
+    return [None if vector is None else vector.contiguous() for vector in vectors], 1
+
+
+def _table(rope_table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines whose rows lie equally far apart, each row side by side."""
+    cos, sin = _dense(rope_table[0]), _dense(rope_table[1])
+    return (cos, sin) if cos.stride(0) == sin.stride(0) else (cos.contiguous(), sin.contiguous())
+
+
 def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page. One launch; capturable."""
     rows, projected = new.projected.shape[0], _dense(new.projected)
-    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    (destinations, positions), every = _alike(new.destinations, positions)
+    cos, sin = _table(rope_table)
     if rows:
         _write_rows[(rows,)](
-            projected, new.weight.contiguous(), cos, sin, new.destinations, new.destinations if positions is None else positions,
-            projected.stride(0), cos.stride(0), new.offset_bytes, new.eps, positions is not None, **row_shape(new.layout),
+            projected, new.weight.contiguous(), cos, sin, destinations, destinations if positions is None else positions,
+            projected.stride(0), cos.stride(0), every, new.offset_bytes, new.eps, positions is not None, **row_shape(new.layout),
             enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -194,11 +213,12 @@ def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tenso
 def write_keys(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
     """See the package page. One launch; capturable."""
     rows, projected = new.projected.shape[0], _dense(new.projected)
-    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    (destinations, pages, positions), every = _alike(new.destinations, new.pages, positions)
+    cos, sin = _table(rope_table)
     if rows:
         _write_keys[(rows,)](
-            projected, new.weight.contiguous(), new.bias.contiguous(), cos, sin, new.destinations, new.pages,
-            new.destinations if positions is None else positions, projected.stride(0), cos.stride(0), new.offset_bytes, new.eps,
+            projected, new.weight.contiguous(), new.bias.contiguous(), cos, sin, destinations, pages,
+            destinations if positions is None else positions, projected.stride(0), cos.stride(0), every, new.offset_bytes, new.eps,
             positions is not None, cos.shape[1], **key_shape(new.layout), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -210,7 +230,7 @@ def write_layer(
     """See the package page. One launch; capturable."""
     count, width = latent.shape
     latent, source = _dense(latent), _dense(rows.projected)
-    cos, sin = rope_table[0].contiguous(), rope_table[1].contiguous()
+    cos, sin = _table(rope_table)
     normed = torch.empty((count, width), dtype=latent.dtype, device=latent.device)
     if keys is None or head_weights is None:
         key, heads, wide_heads = source, source, None
@@ -226,7 +246,8 @@ def write_layer(
     if count:
         _write_layer[(count, 2 if keys is None else 4)](
             latent, weight.contiguous(), normed, source, rows.weight.contiguous(), key, key_weight.contiguous(), key_bias.contiguous(),
-            heads, normed if wide_heads is None else wide_heads, cos, sin, rows.destinations, to_key, pages, latent.stride(0),
+            heads, normed if wide_heads is None else wide_heads, cos, sin, rows.destinations.contiguous(), to_key.contiguous(),
+            pages.contiguous(), latent.stride(0),
             source.stride(0), key.stride(0), heads.stride(0), cos.stride(0), rows.offset_bytes, key_offset, eps, rows.eps, key_eps,
             keys is not None, QUERY=width, QUERY_PADDED=_padded(width), PAIRS=cos.shape[1], **shape, **row_shape(rows.layout),
             enable_fp_fusion=False,
@@ -243,7 +264,9 @@ def _full_shape(layout: KeyLayout, heads: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-_AT = dict.fromkeys(("destinations", "positions"), "*i64") | dict.fromkeys(("projected_stride", "table_stride", "offset_bytes"), "i32")
+_AT = dict.fromkeys(("destinations", "positions"), "*i64") | dict.fromkeys(
+    ("projected_stride", "table_stride", "every", "offset_bytes"), "i32"
+)
 _HALF = dict.fromkeys(("projected", "weight", "cos", "sin"), "*bf16") | _AT | {"eps": "fp32", "SKIP_FIRST": False}
 _FULL = dict.fromkeys(("projected", "weight", "cos", "sin"), "*fp32") | _AT | {"eps": "fp32", "SKIP_FIRST": True}
 _KEY = {"pages": "*i64", "PAIRS": 32, "num_warps": 1}

@@ -14,7 +14,7 @@ __all__ = ["keep_logits", "load_hidden", "store_hidden"]
 def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor) -> None:
     """Read the hidden state of the row before each row; zeros for position 0 and free places.
 
-    positions  [T]          int64  device
+    positions  [T]          int64  device  any stride, as place_of
     out        [T, hidden]  float  device  contiguous; written in full, rounded to its dtype
     """
     assert out.is_contiguous(), "out is not contiguous"

@@ -25,11 +25,14 @@ def _live_fields(table, place, wanted, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def _load_hidden(table, place_of, positions, out, FIELDS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+def _load_hidden(
+    table, place_of, positions, out, place_stride, position_stride, FIELDS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    position = tl.load(positions + row)
-    fields, live = _live_fields(table, tl.load(place_of + row), True, FIELDS)
+    position = tl.load(positions + row * position_stride)
+    fields, live = _live_fields(table, tl.load(place_of + row * place_stride), True, FIELDS)
     present = live & (position > 0)
     kept = tl.load(fields + HIDDEN, mask=present, other=0).to(FLOAT32) + tl.where(present, (position - 1) % H_ROWS, 0) * WIDTH
     x = tl.load(tl.multiple_of(kept, ALIGNED) + column, mask=present & (column < WIDTH), other=0)
@@ -74,7 +77,9 @@ def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor)
     rows, width = out.shape
     if rows:
         grid = (rows, triton.cdiv(width, HIDDEN_TILE))
-        _load_hidden[grid](table, place_of, positions, out, table.shape[1], width, _alignment(width), HIDDEN_TILE)
+        _load_hidden[grid](
+            table, place_of, positions, out, place_of.stride(0), positions.stride(0), table.shape[1], width, _alignment(width), HIDDEN_TILE
+        )
 
 
 def store_hidden(table: Tensor, place_of: Tensor, positions: Tensor, hidden: Tensor) -> None:
@@ -99,8 +104,8 @@ _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": TableLayout(22).fields}
 _HIDDEN = {**_TABLE, "positions": "*i64", "WIDTH": 6144, "ALIGNED": 16, "TILE": HIDDEN_TILE}
 _LOGITS = {"out": "*fp32", "bad_layer": "*i64", "logits_stride": "i32", "layer": "i32", "WIDTH": 154880, "TILE": LOGITS_TILE}
 COMPILE = [
-    (_load_hidden, {**_HIDDEN, "out": "*bf16"}),
-    (_load_hidden, {**_HIDDEN, "out": "*fp32", "WIDTH": 48}),
+    (_load_hidden, {**_HIDDEN, "out": "*bf16", "place_stride": 1, "position_stride": 1}),
+    (_load_hidden, {**_HIDDEN, "out": "*fp32", "place_stride": "i32", "position_stride": "i32", "WIDTH": 48}),
     (_store_hidden, {**_HIDDEN, "hidden": "*bf16"}),
     (_store_hidden, {**_HIDDEN, "hidden": "*fp32", "WIDTH": 48}),
     (_keep_logits, {**_LOGITS, "logits": "*bf16"}),

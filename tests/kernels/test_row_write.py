@@ -207,6 +207,40 @@ def test_a_card_writes_a_layer_near_the_cpu(dtype: torch.dtype, full: bool, size
         assert bool(((keys[0] - keys[1]).abs() <= 2**-6 * (keys[1].abs() + 1)).all())
 
 
+def every_second(device: str) -> None:
+    """Assert that rows, keys, addresses, positions and table rows that lie two apart are written as if they lay side by side."""
+    layout, key, positions = RowLayout("f32", 32, 8), KeyLayout("f32", 16), torch.arange(9).to(device)
+    table = table_of(positions.cpu(), 8)
+    table = table[0].to(device), table[1].to(device)
+    made, weight = drawn(9, 56, seed=1).to(device), drawn(33, seed=2).to(device)
+    stored = []
+    for apart in (True, False):
+
+        def picked(values: Tensor, apart: bool = apart) -> Tensor:
+            return values[::2] if apart else values[::2].contiguous()
+
+        shelf, block, page = (Shelf(size, list(range(9)), device=device) for size in (layout.row_bytes, key.key_bytes, key.key_bytes))
+        turning = picked(table[0]), picked(table[1])
+        rows = NewRows(picked(made[:, :40]), weight[:32], 1e-6, picked(shelf.destinations), 0, layout)
+        to, pages = picked(block.destinations), page.destinations[::2] if apart else page.destinations[::2].contiguous()
+        write_rows(rows, turning, picked(positions))
+        write_keys(NewKeys(picked(made[:, 40:]), weight[:16], weight[17:], 1e-6, to, 0, pages, key), turning, positions[::2])
+        stored.append(torch.cat([each.stored for each in (shelf, block, page)], 1))
+    assert torch.equal(*stored)
+    assert (stored[0] != UNTOUCHED).any(1).tolist() == [True, False] * 4 + [True] + [False] * 3
+
+
+def test_rows_may_lie_apart() -> None:
+    """Every second row of larger tensors is written like rows side by side, and none of those between."""
+    every_second("cpu")
+
+
+@pytest.mark.gpu
+def test_rows_of_a_card_may_lie_apart() -> None:
+    """A card finds every second row, address and position too, also where only some of them lie apart."""
+    every_second("cuda")
+
+
 def test_no_rows_is_fine() -> None:
     """Nothing projected, nothing stored."""
     none, table = torch.zeros(0, dtype=torch.int64), table_of(torch.zeros(0, dtype=torch.int64), 64)

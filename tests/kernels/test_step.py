@@ -36,6 +36,9 @@ def test_states_are_found_again() -> None:
         load_hidden(table, place_of, torch.tensor([32, 17, 4, 5]), found)
         assert torch.equal(found[:2], states[:2].to(dtype))
         assert not bool(found[2:].any())
+        apart = torch.full((2, 5), 9.0).to(dtype)
+        load_hidden(table, place_of[::2], torch.tensor([32, 17, 4])[::2], apart)
+        assert torch.equal(apart, found[::2])
         load_hidden(table, place_of, torch.zeros(4, dtype=torch.int64), found)
         assert not bool(found.any())
 

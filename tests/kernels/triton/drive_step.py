@@ -30,7 +30,8 @@ class World:
         """One step through `form` (reference or kernel), and all it wrote."""
         rows = self.positions.shape[0]
         before = torch.full((rows, width), float("nan"))
-        form.load_hidden(self.table, self.place_of, self.positions, before)  # type: ignore[attr-defined]
+        wide = torch.stack([self.positions, self.positions + 1], 1)  # positions lie apart
+        form.load_hidden(self.table, self.place_of, wide[:, 0], before)  # type: ignore[attr-defined]
         after = torch.arange(float(rows))[:, None] + torch.arange(width) / width
         after[[4, 6]] = float("nan")  # rows of the free place and padding reach nothing
         form.store_hidden(self.table, self.place_of, self.positions, after)  # type: ignore[attr-defined]
