@@ -280,9 +280,9 @@ def measure(
         yield RoundTime(
             places, share, "",
             plan_gather=timed(sessions.plan_of, sessions.gather),
-            plan_gather_empty=timed(begin, *[nothing] * (plan_launches(places) + 1)),
+            plan_gather_empty=timed(begin, nothing, nothing, nothing),
             plan=timed(sessions.plan_of),
-            plan_empty=timed(begin, *[nothing] * plan_launches(places)),
+            plan_empty=timed(begin, nothing, nothing),
             resident_attention=timed(partial(resident.resident, latent=latent, rope=rope)),
             gathered_attention=timed(sessions.plan_of, sessions.gather, compact),
             planned_attention=timed(sessions.plan_of, by_plan),
@@ -290,11 +290,6 @@ def measure(
             begin=timed(begin),
         )  # fmt: skip
         on_done(index + 1, len(places_of) * len(shares))
-
-
-def plan_launches(rows: int) -> int:
-    """Launches of a plan of so many rows."""
-    return 1 if rows == 1 else 2
 
 
 def _in_turn(parts: Sequence[Callable[[Tensor], Any]], selection: Tensor) -> None:

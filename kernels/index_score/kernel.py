@@ -11,7 +11,8 @@ Invariants:
 3. relu keeps NaN. Factors are applied to the head weights in the reference's order.
 
 Floor: 256 B a key, 62 us for 1,048,576 keys at 4.3 TB/s; 8.6 GFLOP a row, so products must run in the matrix units (bf16 by bf16):
-16 KiB a block, two or three blocks in flight a program, 528 programs. float32 queries or keys are multiplied as float32, for small models.
+16 KiB a block, five in flight a program, two programs a multiprocessor, because four rows take 211 registers a thread. float32 queries or
+keys are multiplied as float32, for small models.
 """
 
 import torch
@@ -26,9 +27,10 @@ __all__ = ["index_scores", "score_places"]
 
 BLOCK_KEYS = 64
 ROWS_MAX = 4  # query rows that share one reading of the keys
-PROGRAMS = 528
-STAGES = 3
+PROGRAMS = 264
+STAGES = 6
 WARPS = 4
+_HIP_STAGES = 2
 INT64 = tl.constexpr(tl.pointer_type(tl.int64))
 PAGE = tl.constexpr(PAGE_KEYS)
 ROWS = tl.constexpr(TableField.ROWS)
@@ -108,7 +110,8 @@ def _shapes(
         "w_head": head_weights.stride(1), "WORKERS": max(1, min(PROGRAMS // owners, triton.cdiv(columns, BLOCK_KEYS))),
         "GROUP_ROWS": group_rows, "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.key_bytes // (4 if wide else 2),
         "HEADS_BLOCK": max(16, triton.next_power_of_2(heads)), "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)), "BLOCK": BLOCK_KEYS,
-        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": WARPS, "num_stages": STAGES,
+        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": WARPS,
+        "num_stages": _HIP_STAGES if torch.version.hip else STAGES,
     }  # fmt: skip
 
 
@@ -159,7 +162,7 @@ def _case(rows: int, query: str, keys: str) -> dict[str, object]:
     return shapes | {
         "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": query, "head_weights": "*fp32",
         "out": "*fp32", "rows": "i32", "group": "i32", "out_row": 1 << 20, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
-        "ROWS_BLOCK": rows,
+        "ROWS_BLOCK": rows, "num_stages": {"cuda": STAGES, "hip": _HIP_STAGES},
     }  # fmt: skip
 
 

@@ -30,9 +30,23 @@ class Tiling:
 
 
 # (outputs, width) of one head's weight, bf16 rows and bf16 or FP8 weights
-_LINEAR: dict[tuple[int, int], Tiling] = {}
+_LINEAR: dict[tuple[int, int], Tiling] = {
+    (256, 512): Tiling(32, 64, 1, 2, 6),
+    (512, 192): Tiling(128, 64, 1, 4, 3),
+    (2624, 6144): Tiling(32, 128, 1, 4, 4, 3),
+    (2784, 6144): Tiling(32, 128, 1, 4, 4, 3),
+    (4096, 2048): Tiling(16, 64, 2, 2, 8),
+    (6144, 2048): Tiling(16, 64, 2, 2, 8),
+    (6144, 12288): Tiling(16, 64, 4, 4, 4),
+    (6144, 16384): Tiling(16, 64, 4, 4, 4),
+    (16384, 2048): Tiling(64, 128, 1, 4, 4),
+    (154880, 6144): Tiling(64, 128, 1, 4, 4),
+}
 # (outputs, width) of gate and up together: a program takes `outputs` of each
-_GATED: dict[tuple[int, int], Tiling] = {}
+_GATED: dict[tuple[int, int], Tiling] = {
+    (2048, 6144): Tiling(16, 64, 4, 4, 5),
+    (12288, 6144): Tiling(32, 128, 1, 4, 4),
+}
 
 
 def _cdiv(value: int, by: int) -> int:

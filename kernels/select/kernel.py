@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__ = ["CHUNK", "cut_of", "find_cuts", "rank_of", "select", "taken_of", "tally"]
 
-CHUNK = 4096
-WARPS = 8
+CHUNK = 2048
+WARPS = 4
 _DIGITS = 256
 _PASSES = 4
 

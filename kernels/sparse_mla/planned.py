@@ -1,13 +1,14 @@
 """Attention by a round's plan: every pick is read where it lies, hot slot, miss scratch, ring or RAM, and no compact copy is made.
 
-The grid has one program more than blocks of heads for each split: it copies what the plan keeps into the hot slots, beside the attention.
+The programs of the first block of heads copy what the plan keeps into the hot slots, when they have attended.
 
 Invariants:
 1. The bits are those of `sparse_mla_packed` over gathered rows: the same tiles, the same sums.
-2. Slots that a round fills are read by nobody in it, so copying and attending need no order.
+2. Slots that a round fills are read by nobody in it, so copying and attending of different programs need no order.
 3. A row is live as in `kernels/gather`; a pick without an address is unused.
 
-Bytes: a gather's copy is not written and not read again: 2.6 MiB a row and layer of 2,048 picks.
+Bytes: a gather's copy is not written and not read again: 2.6 MiB a row and layer of 2,048 picks. On an H200 this was not yet faster than
+the gather (docs/performance.md), with copying in programs of their own; a step still gathers.
 """
 
 import torch
@@ -61,16 +62,16 @@ def _attend_round(query_latent, query_rope, selection, slot, fill, miss, source,
     pick = split * TILE_P + tl.arange(0, TILE_P)
     address = _planned(selection, slot, miss, source, scratch, scratch_rows, hot, live, offset_bytes, row * PICKS + pick, pick < PICKS,
                        ROW_BYTES, PREFETCHED)  # fmt: skip
-    if tl.program_id(1) == tl.num_programs(1) - 1:
-        to_slot = tl.load(fill + row * PICKS + pick, mask=pick < PICKS, other=-1)
-        to = tl.where((to_slot >= 0) & (address != 0), hot + to_slot.to(tl.int64) * ROW_BYTES, 0)
-        copied_rows(tl.where(to != 0, address, 0), to, WORDS, PADDED)
-    else:
-        head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
-        at_latent = tl.multiple_of(address.to(BYTE), 16)
-        attend_split(query_latent, query_rope, row, split, head, head < HEADS, at_latent, at_latent + ROPE_OFFSET, address != 0, sums,
-                     weights, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, SCALE, HEADS, LATENT, ROPE, ROPE_BLOCK, SPLITS,
-                     ENCODING, HELD)  # fmt: skip
+    head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    at_latent = tl.multiple_of(address.to(BYTE), 16)
+    attend_split(query_latent, query_rope, row, split, head, head < HEADS, at_latent, at_latent + ROPE_OFFSET, address != 0, sums, weights,
+                 ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, SCALE, HEADS, LATENT, ROPE, ROPE_BLOCK, SPLITS, ENCODING,
+                 HELD)  # fmt: skip
+    to_slot = tl.load(fill + row * PICKS + pick, mask=(pick < PICKS) & (tl.program_id(1) == 0), other=-1)
+    kept = (to_slot >= 0) & (address != 0)
+    if tl.sum(kept.to(tl.int32)) > 0:
+        to = tl.where(kept, hot + to_slot.to(tl.int64) * ROW_BYTES, 0)
+        copied_rows(tl.where(kept, address, 0), to, WORDS, PADDED)
 
 
 def sparse_mla_round(
@@ -87,7 +88,7 @@ def sparse_mla_round(
     shapes = shapes_of(out.dtype, heads, layout, picks, scale)
     sums, weights = partial_sums(rows, heads, width, picks, out.device)
     words = layout.row_bytes // 4
-    _attend_round[(shapes["SPLITS"], triton.cdiv(heads, shapes["TILE_H"]) + 1, rows)](
+    _attend_round[(shapes["SPLITS"], triton.cdiv(heads, shapes["TILE_H"]), rows)](
         query_latent, query_rope, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of,
         plan.selection if brought is None else brought, sums, weights, *query_latent.stride(), *query_rope.stride(),
         0 if brought is None else brought.shape[0], table_layout.group(group, 0), layer_in_group, offset_bytes, FIELDS=table.shape[1],
