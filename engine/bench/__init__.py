@@ -8,4 +8,7 @@ Parts
     arm.py      one engine, one generation: tokens, times, counts
     probe.py    the loop's own time a step, and how long the device had nothing to do
     decode.py   decode steps in both placements against the floor
+    timing.py   times of launches by graphs; cases.py, products.py, attention.py: single operations; kernels.py: they are checked and timed
+    sweep.py    tilings of products, constants.py: constants of other kernels, tried against one another
+    round.py    one round of the hot cache, and attention by its plan
 """
