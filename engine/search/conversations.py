@@ -35,6 +35,7 @@ def settings_of(rng: random.Random) -> dict[str, object]:
         "hot_rows": rng.choice((TOP_K, TOP_K + 1, 2 * TOP_K)),
         "append_chunk_rows": rng.choice((20, 64, 100)),
         "decode_batch_limit": rng.choice((1, 2, 8)),
+        "draft_depth": rng.choice((0, 0, 1, 3)),
     }
 
 

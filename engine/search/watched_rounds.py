@@ -89,13 +89,15 @@ class WatchedRounds:
                     yield place, (place_of == place).nonzero().flatten(), memory
 
     def _check_gather(self, table: Tensor, layer: int, place_of: Tensor, plan: RoundPlan, out: Tensor) -> None:
-        for _, rows, memory in self._live(table, place_of):
+        for place, rows, memory in self._live(table, place_of):
             expected = self._watch.expected_of(memory)
             if expected is None:
                 continue
             self._watch.gathers += 1
             selection, gathered = plan.selection[rows].flatten().long(), out[rows].flatten(0, 1)
-            known = (selection >= 0) & (selection < expected.length)
+            # Rows of drafts are of tokens that may yet be refused, and an accepted run may go past the end of its turn.
+            drafts = int(table[place, TableField.ROWS]) > 1
+            known = (selection >= 0) & (selection < (min(expected.length, memory.counts.committed) if drafts else expected.length))
             positions = selection[known]
             same(gathered[known], expected.rows(layer, positions), positions, f"gathered rows of {memory.session_id}, layer {layer}")
             assert not gathered[selection < 0].any(), "an unused pick was gathered as something"
