@@ -24,10 +24,11 @@ How the CPU keeps invariant 1, each measured on torch 2.13 with MKL, one thread:
 - A mean over the last dimension is the same for 1 to 64 rows if contiguous, another if not: norms make their input contiguous first.
 
 How a device keeps it (`kernel.py` of each operation): tiles, splits and instructions follow from the weight's shape or from k, a tile of
-rows is always 16 and whole, partial sums are added in a fixed order, in the program or by another launch, and atomics are integer only. Launches follow from
-shapes and bounds known when they are captured; lengths, counts and addresses are read on the device. Products there are exact with
-float32 sums (bf16 and FP8 weights in the matrix units, float32 rows as three bf16 terms), so a device agrees with the reference to float32
-rounding; attention's probabilities under bf16 queries are two terms, 16 bits. More than BULK_ROWS rows are an append's (`bulk.py`): there products are the library's and a row's bits may follow their number.
+rows is always 16 and whole, partial sums are added in a fixed order, in the program or by another launch, and atomics are integer only.
+Launches follow from shapes and bounds known when they are captured; lengths, counts and addresses are read on the device. Products there
+are exact with float32 sums (bf16 and FP8 weights in the matrix units, float32 rows as three bf16 terms), so a device agrees with the
+reference to float32 rounding; attention's probabilities under bf16 queries are two terms, 16 bits. More than BULK_ROWS rows are an append's
+(`bulk.py`): there products are the library's and a row's bits may follow their number.
 
 Refused: one product over all rows (twice as fast at 512 rows, other bits); tiles of more rows (a single decoded row pays for all of them);
 `addcmul` and `add(alpha=)` (their vector body and scalar tail may round differently).

@@ -162,7 +162,9 @@ def _experts(
 
 
 def _route_case(shapes: Shapes, rows: int) -> Case:
-    how = {"experts_per_token": shapes.experts_per_token, "groups": 1, "groups_kept": 1, "normalise": True, "factor": 2.5}
+    how: dict[str, Any] = {
+        "experts_per_token": shapes.experts_per_token, "groups": 1, "groups_kept": 1, "normalise": True, "factor": 2.5,
+    }  # fmt: skip
 
     def make(device: torch.device) -> Made:
         y = drawn(device, rows, shapes.hidden, seed=7, dtype=shapes.dtype)
@@ -174,7 +176,7 @@ def _route_case(shapes: Shapes, rows: int) -> Case:
         calls = tuple(partial(route, y, gates[number % len(gates)], bias, **how) for number in range(shapes.calls))
 
         def difference() -> float:
-            ids, weights = route(y, gates[0], bias, **how)  # type: ignore[arg-type]  # the keywords of `route`
+            ids, weights = route(y, gates[0], bias, **how)
             logits = y.double() @ gates[0].double().T
             chosen = (logits.sigmoid() + bias.double()).topk(shapes.experts_per_token).indices
             weight = logits.sigmoid().gather(1, ids)

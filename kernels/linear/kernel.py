@@ -174,7 +174,7 @@ def launch_options(tiling: Tiling) -> dict[str, int]:
 
 def split_width_of(tiling: Tiling, width: int) -> int:
     """Values of the width that one split sums: whole steps."""
-    steps = triton.cdiv(width, tiling.step)
+    steps = -(-width // tiling.step)
     assert steps % tiling.splits == 0, f"{steps} steps do not fall into {tiling.splits} splits"
     return steps // tiling.splits * tiling.step
 

@@ -134,7 +134,7 @@ def attend_split(query_latent, query_rope, row, split, head, known, at_latent, a
             for group in tl.static_range(groups):
                 stored, scale = _latents(at_latent, used, group, LATENT, ENCODING)
                 logits += _group_logits(from_query, ql_value, known, stored, scale, group, LATENT)
-                held = held + (stored, scale)  # noqa: RUF005  # Triton compiles no star
+                held = held + (stored, scale)  # type: ignore[assignment]  # noqa: RUF005  # Triton compiles no star
             largest, weight = _weights(logits, used, SCALE)
             for group in tl.static_range(groups):
                 _store_group(to_sums, known, weight, held[2 * group], held[2 * group + 1], group, LATENT, terms)

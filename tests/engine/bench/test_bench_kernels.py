@@ -15,6 +15,9 @@ from engine.bench import constants, kernels, sweep
 from engine.bench.cases import Case, Made, Shapes, rotated
 from engine.bench.timing import Call
 from engine.errors import BadSetting
+from kernels.linear import linear
+from kernels.linear.tiling import Tiling
+from kernels.select import select
 
 CPU = torch.device("cpu")
 TINY = Shapes(
@@ -98,7 +101,7 @@ def test_a_broken_kernel_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that lose a value, and a selection one place off, are found wrong."""
     from engine.bench import attention, products
 
-    whole, chosen = products.linear, attention.select
+    whole, chosen = linear, select
 
     def lossy(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = whole(x, weight)
@@ -155,7 +158,7 @@ def _trial(difference: float | Exception, weight: str = "w") -> sweep.Trial:
         return difference
 
     made = Made((lambda: None,), difference_or_error)
-    return sweep.Trial(weight, 1, 1, sweep.Tiling(16, 64, 1, 4, 3), lambda rows: Case("g", f"{rows}", 1, 0.5, lambda device: made))
+    return sweep.Trial(weight, 1, 1, Tiling(16, 64, 1, 4, 3), lambda rows: Case("g", f"{rows}", 1, 0.5, lambda device: made))
 
 
 def test_a_sweep_orders_what_is_right() -> None:

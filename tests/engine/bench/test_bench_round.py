@@ -10,7 +10,9 @@ from rich.console import Console
 
 from engine.bench import round as rounds
 from engine.bench.timing import Call
+from kernels.gather import gather_round
 from kernels.layout import StateField
+from kernels.sparse_mla import sparse_mla_round
 
 CPU = torch.device("cpu")
 TINY = rounds.RoundShapes(positions=640, slots=256, picks=32, rounds=4, heads=3, latent=70, rope=16, dtype=torch.float32)
@@ -65,7 +67,7 @@ def test_times_are_of_what_they_say() -> None:
 
 def test_a_wrong_round_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gather that loses a byte on the measured side is named, and nothing is timed."""
-    whole, calls = rounds.gather_round, []
+    whole, calls = gather_round, []
 
     def lossy(*given: object) -> None:
         whole(*given)  # type: ignore[arg-type]
@@ -83,7 +85,7 @@ def test_a_wrong_round_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_attention_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention by the plan must have the bits of attention over gathered rows."""
-    whole = rounds.sparse_mla_round
+    whole = sparse_mla_round
     monkeypatch.setattr(rounds, "sparse_mla_round", lambda *given: whole(*given) * 1.0000001)
     (found,) = rounds.measure(TINY, CPU, Runs(), [2], [0.1])
     assert found.wrong.startswith("attention by the plan")
