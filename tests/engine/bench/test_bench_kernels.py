@@ -14,6 +14,7 @@ from rich.console import Console
 from engine.bench import constants, kernels, sweep
 from engine.bench.cases import Case, Made, Shapes, rotated
 from engine.bench.timing import Call
+from engine.commands.line import run_line
 from engine.errors import BadSetting
 from kernels.linear import linear
 from kernels.linear.tiling import Tiling
@@ -207,3 +208,27 @@ def test_a_machine_without_a_device_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadSetting, match="on a device"):
         kernels.needs_device()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("kernels",), "on a device"),
+        (("kernels", "--processes", "-1"), "--processes"),
+        (("round",), "on a device"),
+        (("round", "--misses", "0,2"), "between 0 and 1"),
+        (("round", "--misses", "few"), "numbers separated by commas"),
+        (("round", "--places", "0"), "between 1 and 64"),
+    ],
+)
+def test_a_bad_line_is_one_line(words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be measured, or was not said well, is refused with exit code 2 before anything is built."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    async def served(*_: object) -> None:
+        raise AssertionError("nothing is served")
+
+    with pytest.raises(BadSetting, match=said) as refused:
+        run_line(("bench", *words), {}, served, opener=None)  # type: ignore[arg-type]  # neither is used
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
