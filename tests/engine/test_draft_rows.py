@@ -238,3 +238,37 @@ async def _cut_off(engine: Engine, tokens: int) -> None:
 def test_the_state_has_room_for_every_draft() -> None:
     """The deepest setting fits the fields."""
     assert STATE_FIELDS - StateField.DRAFTS == 7
+
+
+@pytest.mark.parametrize("cut", [9, 17, 25, 33])
+async def test_a_text_left_with_two_deep_steps_in_flight(checkpoint: Path, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps taken back whole leave the state before them: rows of the next turn are those of one undisturbed prompt."""
+    prompt, more = ids(90, 8), ids(5, 9)
+    async with Engine.open(checkpoint, small(row_format="q8g64", hot_rows=TOP_K)) as engine:
+        text = (await collect(engine, [(prompt, 60)])).context
+    guess_right(monkeypatch, [text], lambda _, drafts: drafts, VOCABULARY)
+    async with Engine.open(checkpoint, small(row_format="q8g64", hot_rows=TOP_K, draft_depth=7)) as engine:
+        session = await engine.create_session()
+        async with engine.generate(prompt, greedy(60), session=session) as generation:
+            request = generation._request
+            assert request is not None
+            while request.generated < cut or request.in_flight < 2:
+                await asyncio.sleep(0)
+        left = list(engine._sessions[session].tokens)
+        assert left == text[: len(left)]
+        async for _ in engine.generate(more, greedy(1), session=session):
+            pass
+        await engine._loop.wait_idle()
+        memory = engine._sessions[session].memory
+        assert memory is not None
+        await memory.operations.settle()
+        whole = await engine.create_session()
+        async for _ in engine.generate([*left, *more], greedy(1), session=whole):
+            pass
+        await engine._loop.wait_idle()
+        other = engine._sessions[whole].memory
+        assert other is not None
+        await other.operations.settle()
+        blocks = zip(_bytes(engine._stage.layout, memory), _bytes(engine._stage.layout, other), strict=True)
+        for number, (one, wanted) in enumerate(blocks):
+            assert torch.equal(one, wanted), f"block {number}, {len(left)} tokens left"
