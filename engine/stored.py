@@ -75,6 +75,7 @@ class StoredSessions:
     def note(self, session: Session) -> None:
         """The session's rows may be reused from now on; again whenever it has more of them, and after every cut."""
         if session.made_up or session.rows == 0:
+            self.forget(session)
             return
         self._changes += 1
         self._index.put(session, session.tokens[: session.rows], session.namespace)

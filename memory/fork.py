@@ -39,10 +39,13 @@ def shared_units(source: SessionMemory, rows: int) -> Shared:
     return Shared(source.history.share(shared_rows(source, rows) // BLOCK_ROWS), source.pages.share(rows // PAGE_KEYS))
 
 
-def begin(source: SessionMemory, target: SessionMemory, holdings: Holdings, rows: int, compute: Stream, copyback: Copyback) -> Event[None]:
+def begin(
+    source: SessionMemory, target: SessionMemory, rows: int, compute: Stream, copyback: Copyback, *, held_by: Holdings, chunk_open: bool
+) -> Event[None]:
     """Give `target`, just opened over `shared_units`, the first `rows` rows of `source`; its counts say so at once.
 
-    Args: holdings: the target's. compute: the stream that steps begin on. copyback: for full blocks that are not in RAM yet (offload).
+    Args: held_by: the target's holdings. chunk_open: whether a chunk of the source is. compute: the stream that steps begin on.
+        copyback: for full blocks that are not in RAM yet (offload).
     Returns: the device's part, held by both sessions; work on `compute` comes after it.
     """
     counts, shared = source.counts, shared_rows(source, rows)
@@ -63,12 +66,13 @@ def begin(source: SessionMemory, target: SessionMemory, holdings: Holdings, rows
     moves.append((target.hidden, source.hidden))
     work = partial(_copy, moves, target.state, rows, mirrored)
     reads, writes = [each for _, each in moves], [each for each, _ in moves]
-    event = holdings.submit(compute, "fork", work, reads=reads, writes=writes)
+    event = held_by.submit(compute, "fork", work, reads=reads, writes=writes)
     source.operations.hold(event)
     for end in ends:
         event.on_done(partial(_ended, end))
     event.on_done(partial(_broken_by, target))
-    target.counts.begin(rows, mirrored, counts.hidden_from)
+    # A chunk writes hidden states before its rows count: what the copy brings may be of rows that the source does not have yet.
+    target.counts.begin(rows, mirrored, rows if chunk_open else counts.hidden_from)
     if source.ring is not None:
         with suppress(Full):  # a later commit submits what did not fit
             for block in range(shared // BLOCK_ROWS, rows // BLOCK_ROWS):

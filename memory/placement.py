@@ -228,6 +228,7 @@ class Offload:
         self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
     ) -> OffloadSession:
         """See Placement."""
+        assert isinstance(source, OffloadSession), "a session of another placement"
         shared, needs = shared_units(source, rows), self.needs(tokens_max)
         host, device = _units_bytes(self._layout, shared, self._layout.block_bytes)
         try:
@@ -236,7 +237,8 @@ class Offload:
             _let_go(shared, self.arena, self._keys)
             raise
         session = self._open(session_id, tokens_max, shared)
-        begin(source, session, session.holdings, rows, compute, copyback)
+        chunk_open = source.holdings.chunk_open
+        begin(source, session, rows, compute, copyback, held_by=session.holdings, chunk_open=chunk_open)
         return session
 
     def rest(self, session: SessionMemory) -> bool:
@@ -315,6 +317,7 @@ class Resident:
         self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
     ) -> ResidentSession:
         """See Placement."""
+        assert isinstance(source, ResidentSession), "a session of another placement"
         shared = shared_units(source, rows)
         device = self.needs(tokens_max).device_bytes - sum(_units_bytes(self._layout, shared, allocated(self._layout.block_bytes)))
         try:
@@ -324,7 +327,8 @@ class Resident:
             raise
         holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden, shared)
         session = ResidentSession(holdings, self._layout, self.arena)
-        begin(source, session, holdings, rows, compute, copyback)
+        chunk_open = source.holdings.chunk_open
+        begin(source, session, rows, compute, copyback, held_by=holdings, chunk_open=chunk_open)
         return session
 
     def rest(self, session: SessionMemory) -> bool:

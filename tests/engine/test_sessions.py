@@ -1,0 +1,250 @@
+"""Sessions that callers hold, in the library: forks, cuts and revisions are exact, also under any interleaving."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.errors import BadRequest, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
+from engine.protocol import SessionId
+from streams import VirtualBackend, sealed
+from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.runs import Run, greedy, small
+from tests.engine.test_prefix_reuse import alike, fresh, ids, rows_of
+
+NAME = "shared"
+TOP_K = int(named(NAME).config["index_topk"])
+
+both = pytest.mark.parametrize("placement", ["offload", "resident"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+async def turn(engine: Engine, session: SessionId, prompt: list[int], tokens: int = 6, revision: int | None = None) -> Run:
+    """One turn, to its very end."""
+    result = Run()
+    async for chunk in engine.generate(prompt, greedy(tokens), session=session, revision=revision):
+        result.tokens.extend(chunk.token_ids)
+        result.logits.extend(chunk.logits)
+    await engine._held.settle(engine._sessions[session])
+    return result
+
+
+def tokens_of(engine: Engine, session: SessionId) -> list[int]:
+    return list(engine.sessions[session].token_ids)
+
+
+@both
+@pytest.mark.parametrize(
+    ("kept", "cache"),
+    [(1, "on"), (2, "off"), (63, "on"), (64, "on"), (65, "off"), (66, "on"), (128, "off"), (129, "on"), (150, "off"), (175, "on")],
+)
+async def test_cut_or_forked_anywhere_it_goes_on_as_a_fresh_one(checkpoint: Path, placement: str, cache: str, kept: int) -> None:
+    """A cut session and a fork of it say what a fresh session says behind the same tokens, and leave the same bytes, MTP rows included."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement, prefix_cache=cache)) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(160, 1), 16)
+        held = tokens_of(engine, session)
+        fork = await engine.fork_session(session, kept)
+        await engine.truncate_session(session, kept)
+        assert tokens_of(engine, session) == tokens_of(engine, fork) == held[:kept]
+        assert engine.sessions[fork].rows >= kept - 3
+        prompt = ids(20, 2)
+        got = [await turn(engine, each, prompt, 10) for each in (session, fork)]
+        left = [rows_of(engine, engine._sessions[each]) for each in (session, fork)]
+    wanted, rows = await fresh(checkpoint, [*held[:kept], *prompt], 10, placement=placement)
+    for run, blocks in zip(got, left, strict=True):
+        alike(run, wanted)
+        assert len(blocks) == len(rows)
+        assert all((mine == theirs).all() for mine, theirs in zip(blocks, rows, strict=True))
+
+
+@both
+async def test_cuts_and_forks_one_after_another(checkpoint: Path, placement: str) -> None:
+    """Cut, cut again, forked from the cut one before any turn, and forked from the fork: each goes on as a fresh one."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:
+        first = await engine.create_session()
+        await turn(engine, first, ids(200, 1), 4)
+        held = tokens_of(engine, first)
+        await engine.truncate_session(first, 129)
+        second = await engine.fork_session(first)
+        third = await engine.fork_session(second, 128)
+        await engine.truncate_session(first, 100)
+        await engine.truncate_session(first, 99)
+        fourth = await engine.fork_session(first, 99)
+        lengths = {first: 99, second: 129, third: 128, fourth: 99}
+        got = {each: await turn(engine, each, ids(5, 7), 8) for each in lengths}
+    for each, length in lengths.items():
+        alike(got[each], (await fresh(checkpoint, [*held[:length], *ids(5, 7)], 8, placement=placement))[0])
+
+
+@both
+async def test_a_fork_of_a_running_session(checkpoint: Path, placement: str) -> None:
+    """Forked while it decodes and while it reads, a session loses nothing, and the forks go on as fresh ones."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:
+        session = await engine.create_session()
+        running = engine.generate(ids(150, 1), greedy(80), session=session)
+        said: list[int] = []
+        forks: list[tuple[SessionId, list[int]]] = []
+        async for chunk in running:
+            said.extend(chunk.token_ids)
+            if len(said) in (1, 30, 60):
+                fork = await engine.fork_session(session, 150 + len(said) - 1)
+                forks.append((fork, tokens_of(engine, fork)))
+        assert all(held == [*ids(150, 1), *said][: len(held)] for _, held in forks)
+        reading = engine.generate(ids(300, 2), greedy(2), session=session)
+        whole = asyncio.ensure_future(reading.complete())
+        while reading.progress.rows_done < 300:
+            await engine.stage.streams.compute.idle()
+            await asyncio.sleep(0)
+        fork = await engine.fork_session(session, 280)
+        forks.append((fork, tokens_of(engine, fork)))
+        await whole
+        got = [await turn(engine, fork, ids(7, 3)) for fork, _ in forks]
+    assert said == (await fresh(checkpoint, ids(150, 1), 80, placement=placement))[0].tokens
+    for run, (_, held) in zip(got, forks, strict=True):
+        alike(run, (await fresh(checkpoint, [*held, *ids(7, 3)], 6, placement=placement))[0])
+
+
+async def test_revisions(checkpoint: Path) -> None:
+    """They move once a turn, once a turn that was left anywhere, once a cut, and not with a refusal or a cut of nothing."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(10, 1), revision=0)
+        for wrong in (0, 2):
+            with pytest.raises(StaleRevision, match="revision 1") as caught:
+                await turn(engine, session, ids(3, 2), revision=wrong)
+            assert caught.value.revision == 1
+        await engine.truncate_session(session, 16, revision=1)
+        assert engine.sessions[session].revision == 1
+        await engine.truncate_session(session, 12, revision=1)
+        assert engine.sessions[session].revision == 2
+        with pytest.raises(BadRequest, match="0 to 12"):
+            await engine.truncate_session(session, 13)
+        with pytest.raises(BadRequest, match="0 to 12"):
+            await engine.fork_session(session, -1)
+        async with engine.generate(ids(400, 3), greedy(4), session=session, revision=2) as leaving:
+            reading = asyncio.ensure_future(anext(leaving, None))
+            while leaving.progress.rows_done < 76:
+                await engine.stage.streams.compute.idle()
+                await asyncio.sleep(0)
+        reading.cancel()
+        view = engine.sessions[session]
+        assert view.revision == 3
+        assert 76 <= len(view.token_ids) == view.rows < 412
+        leaving = engine.generate(ids(3, 3), greedy(50), session=session, revision=3)
+        async for _ in leaving:
+            break
+        with pytest.raises(StaleRevision, match="turn running"):
+            await engine.generate(ids(3, 4), session=session, revision=3).prompt()
+        with pytest.raises(StaleRevision):
+            await engine.fork_session(session, revision=3)
+        with pytest.raises(SessionBusy, match="between its turns"):
+            await engine.truncate_session(session, 1)
+        await leaving.aclose()
+        assert engine.sessions[session].revision == 4
+        with pytest.raises(UnknownSession):
+            await engine.truncate_session(SessionId("nobody"), 1)
+
+
+async def test_two_turns_of_one_revision(checkpoint: Path) -> None:
+    """Of two turns that name the same revision at once, exactly one is taken."""
+    async with Engine.open(checkpoint, small()) as engine:
+        session = await engine.create_session()
+        asked = [turn(engine, session, ids(5, seed), revision=0) for seed in range(2)]
+        got = await asyncio.gather(*asked, return_exceptions=True)
+        assert sorted(type(each).__name__ for each in got) == ["Run", "StaleRevision"]
+        assert engine.sessions[session].revision == 1
+
+
+async def test_what_has_no_rows_forks_too(checkpoint: Path) -> None:
+    """Forks of an empty session, and of none of a session's tokens, are empty; cut to nothing, a session begins again."""
+    async with Engine.open(checkpoint, small()) as engine:
+        session = await engine.create_session()
+        forks = [await engine.fork_session(session)]
+        await turn(engine, session, ids(70, 1))
+        forks.append(await engine.fork_session(session, 0))
+        await engine.truncate_session(session, 0)
+        got = [await turn(engine, each, ids(70, 2)) for each in (session, *forks)]
+    wanted, _ = await fresh(checkpoint, ids(70, 2), 6)
+    for each in got:
+        alike(each, wanted)
+
+
+async def test_a_fork_that_does_not_fit_is_refused_whole(checkpoint: Path) -> None:
+    """Without memory for a fork nothing of it stays, and the source goes on; closed sessions make room for it."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(100, 1))
+        pool = engine.stage.pool.statistics()
+        engine.stage.pool._budget_bytes = pool.allocated_bytes + pool.reserved_bytes
+        with pytest.raises(NotAdmitted, match="does not fit now"):
+            await engine.fork_session(session)
+        assert len(engine.sessions) == 1
+        engine.stage.pool._budget_bytes = None
+        await engine.fork_session(session)
+        await turn(engine, session, ids(3, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["offload", "resident"])
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_interleaving_of_shared_histories(checkpoint: Path, placement: str, seed: int) -> None:
+    """Stateless prompts that begin alike, aborts, forks and cuts under a drawn order of completions: each answer is a fresh run's."""
+    await interleaved(checkpoint, placement, seed)
+
+
+@pytest.mark.parametrize("placement", ["offload", "resident"])
+async def test_one_interleaving_of_shared_histories(checkpoint: Path, placement: str) -> None:
+    """As above, with one order."""
+    await interleaved(checkpoint, placement, 100)
+
+
+async def interleaved(checkpoint: Path, placement: str, seed: int) -> None:
+    draw = random.Random(seed)
+    base = ids(200, 1)
+    backend = VirtualBackend(seed)
+    answers: list[tuple[list[int], Run]] = []
+
+    async def ask(engine: Engine, prompt: list[int]) -> None:
+        got, leaves = Run(), draw.random() < 0.25
+        async with engine.generate(prompt, greedy(12)) as generation:
+            async for chunk in generation:
+                got.tokens.extend(chunk.token_ids)
+                got.logits.extend(chunk.logits)
+                if leaves and len(got.tokens) == 5:
+                    break
+        answers.append((prompt, got))
+
+    async def explicit(engine: Engine) -> None:
+        session = await engine.create_session()
+        for _ in range(2):
+            await turn(engine, session, ids(draw.randrange(1, 90), draw.randrange(4)), 5)
+            kept = draw.randrange(1, len(tokens_of(engine, session)) + 1)
+            fork = await engine.fork_session(session, kept)
+            await engine.truncate_session(session, kept)
+            for each in (session, fork):
+                held, prompt = tokens_of(engine, each), ids(3, draw.randrange(4))
+                answers.append(([*held, *prompt], await turn(engine, each, prompt, 12)))
+
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement, prefix_cache="on"), backend=backend) as engine:
+        with sealed():
+            async with asyncio.TaskGroup() as group:
+                for _ in range(7):
+                    kept = draw.choice([0, 3, 64, 65, 128, 190, 200])
+                    prompt = [*base[:kept], *ids(draw.randrange(1, 80), draw.randrange(3))]
+                    group.create_task(ask(engine, prompt))
+                group.create_task(explicit(engine))
+            await ask(engine, [*base, *ids(9, 9)])
+        assert engine.statistics().stored > 0
+        stage = engine.stage
+    await backend.close()
+    assert stage.ledger.total("device").allocated_bytes == 0
+    for prompt, got in answers:
+        wanted, _ = await fresh(checkpoint, prompt, 12, placement=placement)
+        assert got.tokens == wanted.tokens[: len(got.tokens)]
