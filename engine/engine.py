@@ -122,6 +122,7 @@ class Engine:
                     room = context_max // 2
                     sessions = min(config.decode_batch_limit, max(1, room // _WARM_TOKENS))
                     await warm_up(engine.generate, sessions=sessions, rows=max(1, min(config.append_chunk_rows, room)))
+                    engine._drop_stored()  # nobody will ask for what warmed it
                 yield engine
         finally:
             if owned is not None:
@@ -274,6 +275,10 @@ class Engine:
         for request in self._loop.requests:
             self._loop.abort(request)
 
+    def _drop_stored(self) -> None:
+        if self._loop.stored is not None:
+            self._loop.stored.close()
+
     async def _shut(self) -> None:
         """Abort what runs, wait for it, close every session."""
         self._ready = False
@@ -281,8 +286,7 @@ class Engine:
         self._abort_all()
         await self._loop.wait_idle()
         await self._archives.close()
-        if self._loop.stored is not None:
-            self._loop.stored.close()
+        self._drop_stored()
         for session_id in list(self._sessions):
             await self.close_session(session_id)
 

@@ -237,6 +237,8 @@ class StepLoop:
             assert session.memory is not None, "admitted with memory"
             request.cached = session.memory.counts.logical if request.history is None else request.history.rows
             session.tokens.extend(request.appended)
+            if self.stored is not None:
+                self.stored.note(session)  # what it begins with may be shared while it reads the rest
             request.begin(tuple(session.tokens), self.stage.model.config.vocabulary, self.stage.device)
             session.move(Phase.APPENDING)
             self._appends.start(request)

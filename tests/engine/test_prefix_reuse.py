@@ -132,6 +132,18 @@ async def test_another_request_forks_a_history_in_use(checkpoint: Path, placemen
         alike(got, expected)
 
 
+async def test_prompts_that_come_together_share_what_is_stored(checkpoint: Path) -> None:
+    """Of three prompts at once the first continues the stored history; the others share its blocks while it still reads."""
+    shared = ids(200, 6)
+    prompts = [[*shared, *ids(150, 60 + number)] for number in range(3)]
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, prefix_cache="on")) as engine:
+        await ask(engine, shared, 1)
+        got = await asyncio.gather(*(ask(engine, prompt, 6) for prompt in prompts))
+    assert [cached >= 190 for _, cached in got] == [True] * 3
+    for (each, _), prompt in zip(got, prompts, strict=True):
+        alike(each, (await fresh(checkpoint, prompt, 6))[0])
+
+
 @both
 async def test_a_long_history_survives_a_prompt_that_shares_little(checkpoint: Path, placement: str) -> None:
     """A prompt that shares the first third of a stored history forks it; the whole history is still there afterwards."""
