@@ -17,7 +17,7 @@ Parts
     decode.py          one decode step as operations on streams; append.py: rows in bulk; rows.py: how both write a layer's rows
     chain.py           a step's order of operations
     stage.py           layers of one device with their memory and streams; sampling_table.py: parameters of a step's places
-    model/ text/ api/ commands/   the model, tokens and templates, wire types, subcommands
+    model/ text/ api/ archive/ commands/   the model, tokens and templates, wire types, sessions in directories, subcommands
 
 Invariants
     1. The phase comes from the session's state, never from a row count.

@@ -66,7 +66,7 @@ class Loading:
     """
 
     def __init__(self, session: SessionMemory, layout: BlockLayout, rows: int, *, tables: Stream, copies: Stream, window: int) -> None:
-        """Take the session's blocks and pages; writes no row.
+        """Begin; blocks and pages are taken as they are asked for, since a device that is RAM zeroes them while the loop waits.
 
         Args: tables: the stream that steps begin on. copies: carries rows and keys to the device. window: blocks that may be between
             `target` and the end of their `place`.
@@ -74,8 +74,8 @@ class Loading:
         assert session.counts.logical == 0, f"{session.counts!r}: only a session without rows is loaded"
         assert rows >= 1, f"an image of {rows} rows"
         assert window >= 1, f"a window of {window} blocks"
-        self._session, self._layout, self._rows, self._stream = session, layout, rows, copies
-        session.ensure_rows(rows, tables)
+        self._session, self._layout, self._rows = session, layout, rows
+        self._tables, self._stream, self._window, self._taken = tables, copies, window, 0
         self._staging: list[Tensor] = []
         if session.ring is None:
             pin = session.state.device.type != "cpu"
@@ -85,6 +85,9 @@ class Loading:
     def target(self, block: int) -> Tensor:
         """uint8 [block_bytes] in RAM to be filled with the block, as far as it has rows."""
         assert 0 <= block < blocks_of(self._rows), f"block {block} of {blocks_of(self._rows)}"
+        if block >= self._taken:
+            self._taken = min(blocks_of(self._rows), block + self._window)
+            self._session.ensure_rows(min(self._rows, BLOCK_ROWS * self._taken), self._tables)
         if self._session.ring is None:
             return self._staging[block % len(self._staging)]
         return self._session.mirror_block(block)
@@ -94,7 +97,7 @@ class Loading:
         session = self._session
         blocks = range(first, stop)
         sources = [self.target(block) for block in blocks]
-        moves = [self._keys_move(block, source) for block, source in zip(blocks, sources, strict=True)]
+        moves = self._keys_moves(first, sources)
         for block, source in zip(blocks, sources, strict=True):
             if (place := self._place_of(block)) is not None:
                 moves.append((place, source))
@@ -112,17 +115,22 @@ class Loading:
             return self._session.device_block(block)
         return None
 
-    def _keys_move(self, block: int, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Target in the pages and source of a block's keys, both uint8 [key layers, 64 * key_bytes]."""
-        layout = self._layout
-        page, number = divmod(block, _PAGE_BLOCKS)
-        keys = source[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)
-        span = span_of(self._session.pages, page).view(layout.key_layers, _PAGE_BLOCKS, layout.key_layer_bytes)
-        return span[:, number], keys
+    def _keys_moves(self, first: int, sources: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Targets in the pages, and sources, of consecutive blocks' keys, each uint8 [key layers, 64 * key_bytes]."""
+        layout, moves = self._layout, []
+        page, span = -1, sources[0]
+        for block, source in enumerate(sources, first):
+            if block // _PAGE_BLOCKS != page:
+                page = block // _PAGE_BLOCKS
+                span = span_of(self._session.pages, page).view(layout.key_layers, _PAGE_BLOCKS, layout.key_layer_bytes)
+            keys = source[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)
+            moves.append((span[:, block % _PAGE_BLOCKS], keys))
+        return moves
 
     async def finish(self, hidden: Tensor, hidden_from: int) -> None:
         """All blocks are placed: the session has its rows. Args: hidden, hidden_from: as `Image`'s."""
         session, rows = self._session, self._rows
+        assert self._taken == blocks_of(rows), f"{self._taken} blocks of {blocks_of(rows)} were placed"
         offload = session.ring is not None
         assert hidden.shape == session.hidden.shape, f"hidden states {tuple(hidden.shape)} for {tuple(session.hidden.shape)}"
         values = pinned(hidden, session.hidden.device)

@@ -8,6 +8,7 @@ from memory import BarrierFailed, DoesNotFit, verify_mirror
 from memory.append import blocks_of
 from memory.image import Image, Loading, read_out
 from streams import CpuBackend
+from tests.memory.device_world import DeviceLife
 from tests.memory.memory_world import LAYOUT, Conversation, Stage
 
 LENGTHS = [1, 63, 64, 65, 128, 200, 257, 1023, 1024, 1025]
@@ -109,3 +110,28 @@ async def test_a_resident_session_without_room_in_ram_is_not_read_out(backend: C
         await read_out(one.session, stage.copyback)
     await one.decode(10)
     assert len(one.salts) == one.session.counts.logical == 160
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("resident", [False, True], ids=["offload", "resident"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_on_any_device_what_was_loaded_goes_on(device: str, resident: bool, seed: int) -> None:
+    """Read out in the middle of a random life and loaded into another session, which lives on: every read is what was written."""
+    life = DeviceLife(torch.device(device, 0) if device == "cuda" else torch.device(device), resident=resident, tokens_max=700, seed=seed)
+    await life.append(90)
+    await life.play(10, 500)
+    image = await read_out(life.session, life.copyback)
+    assert image.rows == len(life.truth)
+    copy, blocks = life.placement.open("copy", 700), blocks_of(image.rows)
+    loading = Loading(copy, LAYOUT, image.rows, tables=life.compute, copies=life.copyback.stream, window=3)
+    for first in range(0, blocks, 3):
+        stop = min(first + 3, blocks)
+        for block in range(first, stop):
+            loading.target(block).copy_(life.session.mirror_block(block))
+        await loading.place(first, stop)
+    await loading.finish(image.hidden, image.hidden_from)
+    assert torch.equal(copy.hidden.cpu(), life.session.hidden.cpu())
+    life.session.close()
+    life.session = copy
+    await life.play(10, 700)
+    await life.close()
