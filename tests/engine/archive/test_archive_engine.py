@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from engine.archive import transfers
 from engine.archive.directory import Directory
+from engine.archive.stages import merge, split
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ArchiveFailed, ArchiveRefused, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
@@ -151,6 +152,69 @@ async def test_a_later_export_writes_little_and_brings_all(tmp_path: Path) -> No
         session = await other.import_session(tmp_path / "a", lambda *both: told.append(both))
         assert told[-1] == (again.payload_bytes, again.payload_bytes)
         assert await say(other, session, (), 20) == expected
+
+
+@pytest.mark.parametrize("kept", [60, 64, 201])
+async def test_a_cut_session_comes_back_cut(tmp_path: Path, kept: int) -> None:
+    """After a truncation an export writes a manifest alone, and what is imported says what the cut session says."""
+    async with engine_of(row_format="q8g64") as engine:
+        session = await session_of(engine, 230)
+        await engine.export_session(session, tmp_path / "a")
+        await engine.truncate_session(session, kept)
+        done = await engine.export_session(session, tmp_path / "a")
+        assert done.rows == engine._sessions[session].rows <= kept
+        assert done.written_bytes == (tmp_path / "a/manifest.json").stat().st_size
+        memory = engine._sessions[session].memory
+        assert memory is not None
+        hidden_from = memory.counts.hidden_from
+        expected = await say(engine, session, prompt(7, 1), 40)
+    async with engine_of(row_format="q8g64", placement="resident") as other:
+        await other.import_session(tmp_path / "a")
+        memory = other._sessions[session].memory
+        assert memory is not None
+        assert memory.counts.hidden_from == hidden_from
+        assert await say(other, session, prompt(7, 1), 40) == expected
+
+
+async def test_drafts_are_as_often_right(tmp_path: Path) -> None:
+    """With drafts every count of proposed and accepted ones, and every token, equals those of the session that never left."""
+    async with engine_of(row_format="q8g64", draft_depth=3) as engine:
+        session = await session_of(engine, 100)
+        await engine.export_session(session, tmp_path / "a")
+        before = engine.statistics()
+        expected = await say(engine, session, prompt(3, 1), 90)
+        after = engine.statistics()
+    async with engine_of(row_format="q8g64", draft_depth=3, append_chunk_rows=50) as other:
+        session = await other.import_session(tmp_path / "a")
+        assert await say(other, session, prompt(3, 1), 90) == expected
+        found = other.statistics()
+    for name in ("drafts_proposed", "drafts_accepted"):
+        gained = [late - early for early, late in zip(getattr(before, name), getattr(after, name), strict=True)]
+        assert list(getattr(found, name)) == gained, name
+    assert sum(found.drafts_proposed) > 0, "nothing was ever drafted: the comparison proves nothing"
+
+
+async def test_an_archive_that_was_split_and_merged_is_the_session(tmp_path: Path) -> None:
+    """Cut into the archives of two stages, inside a selection group, and put together again, it says what it always would."""
+    async with engine_of() as engine:
+        session = await session_of(engine, 200)
+        await engine.export_session(session, tmp_path / "a")
+        expected = await say(engine, session, (), 30)
+    split(tmp_path / "a", [range(1), range(1, 3)], [tmp_path / "first", tmp_path / "last"])
+    merge([tmp_path / "first", tmp_path / "last"], tmp_path / "b")
+    async with engine_of() as other:
+        for part in ("first", "last"):
+            with pytest.raises(ArchiveRefused, match="in another format"):
+                await other.import_session(tmp_path / part)
+        assert await say(other, await other.import_session(tmp_path / "b"), (), 30) == expected
+
+
+async def test_an_empty_session_is_exported_once_at_a_time(tmp_path: Path) -> None:
+    """Two exports of a session without rows at once: one is refused."""
+    async with engine_of() as engine:
+        session = await engine.create_session()
+        found = await asyncio.gather(*(engine.export_session(session, tmp_path / name) for name in "ab"), return_exceptions=True)
+        assert sorted(type(one).__name__ for one in found) == ["Exported", "SessionBusy"]
 
 
 async def test_an_id_that_is_taken_is_not_taken_twice(tmp_path: Path) -> None:
