@@ -269,7 +269,7 @@ class Engine:
             await self._loop.wait_idle()
 
     def _reclaim(self) -> bool:
-        return self._loop.stored is not None and self._loop.stored.reclaim(None)
+        return self._loop.stored is not None and self._loop.stored.reclaim(None) is not None
 
     def _abort_all(self) -> None:
         for request in self._loop.requests:

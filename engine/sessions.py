@@ -118,7 +118,7 @@ class Sessions:
             try:
                 return take()
             except DoesNotFit as error:
-                if self._loop.stored is None or not self._loop.stored.reclaim(spared):
+                if self._loop.stored is None or self._loop.stored.reclaim(spared) is None:
                     raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
 
     def _between(self, session: Session) -> bool:

@@ -140,20 +140,21 @@ class StoredSessions:
 
     # Memory that runs short.
 
-    def reclaim(self, spared: Session | None) -> bool:
-        """Free some memory of idle sessions; returns False when nothing more is to be had at once.
+    def reclaim(self, spared: Session | None, *, rests: bool = True) -> Session | None:
+        """Free some memory of idle sessions; returns whose, or None when nothing more is to be had at once.
 
         The least recently used first: of all of them hot caches and reservations, then whole stored histories.
-        Args: spared: gives up its own last, and is not dropped.
+        Args: spared: rests after all others, and only with `rests`; it is not dropped.
         """
-        for session in (*self._idle(self._used, spared), *self._idle({} if spared is None else {spared: None}, None)):
+        last = {spared: None} if spared is not None and rests else {}
+        for session in (*self._idle(self._used, spared), *self._idle(last, None)):
             assert session.memory is not None, "an idle session was chosen for its memory"
             if self._stage.placement.rest(session.memory):
-                return True
+                return session
         for session in self._idle(self._stored, spared):
             self._drop(session)
-            return True
-        return False
+            return session
+        return None
 
     def give_up(self, source: Session) -> bool:
         """Drop a stored session that itself holds what is missing; returns False if somebody else has it."""

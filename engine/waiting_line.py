@@ -96,6 +96,7 @@ class WaitingLine:
 
     def _take_memory(self, request: Request, tokens_max: int, others_run: bool) -> bool:
         """Memory for a request, with what idle sessions give back for it; False: it waits, or was refused."""
+        rests = True  # once: a grow takes hot caches and reservation again
         while True:
             begins = self._beginning(request)
             source = None if begins is None else begins.source
@@ -105,7 +106,10 @@ class WaitingLine:
                 self._hold(request.session, tokens_max, begins)
                 return True
             except DoesNotFit as error:
-                if self._stored is not None and self._stored.reclaim(source or request.session):
+                spared = source or request.session
+                gave = None if self._stored is None else self._stored.reclaim(spared, rests=rests)
+                if gave is not None:
+                    rests = rests and gave is not spared
                     continue
                 if others_run or self.settling is not None:
                     return False

@@ -231,6 +231,35 @@ async def test_memory_that_runs_short_is_given_back_oldest_first(checkpoint: Pat
         engine.stage.arena.unreserve(arena_blocks - spare)
 
 
+async def test_a_cut_that_has_no_block_of_its_own_ends(checkpoint: Path) -> None:
+    """With the arena full to its last block a prompt that cuts inside a shared block is refused, and answered once there is room."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, prefix_cache="on")) as engine:
+        session = await engine.create_session()
+        async for _ in engine.generate(ids(250, 1), greedy(1), session=session):
+            pass
+        await engine._loop.wait_idle()
+        _, cached = await ask(engine, [*ids(250, 1)[:200], *ids(20, 2)], 1)
+        assert cached >= 190
+        stored = newest(engine)
+        assert stored.memory is not None
+        for each in (stored, engine._sessions[session]):
+            assert each.memory is not None
+            await each.memory.operations.settle()
+            engine.stage.placement.rest(each.memory)
+        assert stored.memory.history.allotment.shared(2)
+        arena = engine.stage.arena
+        spare = arena.available
+        arena.reserve(spare)
+        prompt = [*ids(250, 1)[:140], *ids(100, 3)]
+        async with asyncio.timeout(60):
+            with pytest.raises(NotAdmitted, match="does not fit"):
+                await ask(engine, prompt, 1)
+        arena.unreserve(spare)
+        got, cached = await ask(engine, prompt, 1)
+        assert cached > 130
+    alike(got, (await fresh(checkpoint, prompt, 1))[0])
+
+
 async def test_a_resting_history_is_continued(checkpoint: Path) -> None:
     """A history that gave up its hot caches is continued with the tokens of a fresh run, and explicit sessions rest too."""
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, prefix_cache="on")) as engine:
