@@ -103,7 +103,7 @@ class DecodeStep:
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
         self._fed, self._branch, self._beside = self._y, self._routed, self._shared
         self._plans = [RoundPlan.empty(count, picks, device) for _ in stage.main_groups]
-        copied = count if device.type == "cpu" else 0  # a device attends to rows where they lie
+        copied = count if device.type == "cpu" or stage.rounds.prefetches else 0  # a resident device attends to rows where they lie
         self._compact = torch.zeros((copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         longest = max(len(group) for group in stage.main_groups)
         scratch_rows = count * picks if stage.rounds.prefetches else 1

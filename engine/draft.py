@@ -83,11 +83,9 @@ class Drafter:
         self._position = torch.zeros(places, dtype=torch.int64, device=device)  # slot of the chain's row
         self._x = torch.zeros((places, config.hidden), dtype=dtype, device=device)
         self._plan = RoundPlan.empty(places, config.top_k, device)
-        row_bytes, copied = stage.layout.row.row_bytes, places if device.type == "cpu" else 0  # a device attends to rows where they lie
+        row_bytes = stage.layout.row.row_bytes
+        copied = places if device.type == "cpu" or stage.rounds.prefetches else 0  # a resident device attends to rows where they lie
         self._compact = torch.zeros((copied, config.top_k, row_bytes), dtype=torch.uint8, device=device)
-        # There a chain reads the same rows again and again: what was missed is brought over once.
-        keeps = self._shares and depth > 1 and device.type != "cpu" and stage.rounds.prefetches
-        self._missed = torch.zeros((places * config.top_k, row_bytes), dtype=torch.uint8, device=device) if keeps else None
         self._unused = torch.full((places,), -1, dtype=torch.int64, device=device)  # a draft that is not finite is only a bad guess
         self._drafts = torch.zeros((places, depth), dtype=torch.int64, device=device)
 
@@ -159,7 +157,4 @@ class Drafter:
             if depth > 0:
                 begin_round(table)
             stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)
-            if self._missed is not None:
-                stage.rounds.fetch(plan, stage.mtp_layer, self._missed)
-        # Attending anew to rows that were read before fills their slots anew, with the same bytes.
-        return stage.rounds.attend(table, self._group, 0, stage.mtp_layer, place_of, plan, self._missed, self._compact, query)
+        return stage.rounds.attend(table, self._group, 0, stage.mtp_layer, place_of, plan, None, self._compact, query)

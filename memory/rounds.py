@@ -17,7 +17,7 @@ from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import locate_resident
 from kernels.place import on_cpu
 from kernels.round import RoundPlan, clear_round, plan_round
-from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed, sparse_mla_round
+from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed
 
 __all__ = ["OffloadRounds", "Query", "ResidentRounds", "Rounds", "attend_gathered"]
 
@@ -135,13 +135,8 @@ class OffloadRounds:
         compact: Tensor,
         query: Query,
     ) -> Tensor:
-        """See Rounds. A device reads rows where the plan says and makes no compact copy."""
-        if on_cpu("attend", table):
-            return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
-        offset, row = self._layout.row_offset(layer), self._layout.row
-        return sparse_mla_round(
-            query.latent, query.rope, plan, table, self._table_layout, place_of, group, layer_in_group, offset, row, query.scale, scratch
-        )
+        """See Rounds. By way of a compact copy: attention by the plan itself (`kernels/sparse_mla/planned.py`) made steps slower."""
+        return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""

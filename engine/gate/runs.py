@@ -28,6 +28,7 @@ __all__ = ["Runs", "Start", "Watch"]
 log = structlog.get_logger()
 
 _WARMUP_PROMPT_TOKENS = 64
+_SEED = 1  # of every request
 _SILENCE_S = 3_600.0  # longest time without a byte: a million rows may be appended before the first token
 _ENDING_S, _ENDING_CHECKS = 0.05, 600  # an answer that was left ends within a step or a chunk of its prompt
 
@@ -43,6 +44,7 @@ class Watch(Protocol):
 def _body(ids: tuple[int, ...], new_tokens: int, plan: Plan, *, warm: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
         "prompt": list(ids), "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "stream": True,
+        "seed": _SEED,  # forced acceptance decides by it: without one each run would draw its own
         "stream_options": {"include_usage": True},
     }  # fmt: skip
     if plan.history is not None and not warm:

@@ -5,6 +5,8 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from engine.gate import Plan, Runs, outcome
 from engine.gate.machine import commit, driver
 from engine.gate.process import ServerFailed, serve_words, server_process
 from engine.gate.prompt import library_text, read_prompt_file, seeded_ids
+from engine.gate.runs import _body
 from engine.gate.verdict import Arm, Pair
 from engine.protocol import SyntheticHistory
 from engine.service import Service
@@ -319,3 +322,11 @@ def test_the_command_is_listed() -> None:
         0.0015,
     )
     assert command.COMMAND.name == "gate"
+
+
+def test_every_request_has_the_same_seed() -> None:
+    """Forced acceptance decides by seed and position: a request without one would draw its own, and two placements would differ."""
+    plan: Any = SimpleNamespace(history=None)
+    bodies = [_body((1, 2), 5, plan, warm=warm) for warm in (False, True)]
+    assert isinstance(bodies[0]["seed"], int)
+    assert bodies[0]["seed"] == bodies[1]["seed"]
