@@ -17,6 +17,7 @@ from torch import Tensor
 import kernels.round.reference
 import kernels.row_write.reference
 import kernels.verify.reference
+import memory.image
 from engine.chain import Chain
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from kernels.place import state_values
@@ -26,6 +27,7 @@ from memory.copyback import Copyback, copy_bytes
 from memory.counts import RowCounts
 from memory.host import HostBuffer
 from memory.hot import HotCache
+from memory.image import Loading
 from memory.offload import OffloadSession
 from memory.operations import Operations
 from memory.ring import RING_ROWS, AppendRing
@@ -277,6 +279,20 @@ def cut_not_told_to_the_device() -> None:
     module.write_state = write  # type: ignore[attr-defined]
 
 
+def exported_before_the_barrier() -> None:
+    """What is read out is what is committed, whether or not it is in RAM."""
+
+    async def committed(session: Any, copyback: Copyback) -> int:
+        return int(session.counts.committed)
+
+    memory.image.barrier = committed  # type: ignore[assignment]
+
+
+def restored_without_its_keys() -> None:
+    """A loaded session has its rows and not the pages of its index keys."""
+    Loading._keys_moves = lambda self, first, sources: []  # type: ignore[method-assign]
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -285,6 +301,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
         partial_flush_frees_ring_rows, block_freed_with_a_copy_in_flight, cancelled_wait_frees, two_layers_at_one_address,
         truncation_without_a_new_epoch, slot_map_not_cleared, index_keys_late, table_rewritten_out_of_order, append_ring_reused_early,
         copyback_hook_skipped, raise_jumps_over_a_lost_copy, snapshot_inside_a_block, deep_cut_keeps_the_maps, shared_block_written_again,
-        failed_registration_keeps_memory, cut_not_told_to_the_device,
+        failed_registration_keeps_memory, cut_not_told_to_the_device, exported_before_the_barrier, restored_without_its_keys,
     )
 }  # fmt: skip
