@@ -38,6 +38,7 @@ from engine.relay import Relay
 from engine.request_record import RequestRecord
 from engine.service import Service
 from engine.session_routes import add_session_routes
+from engine.shelf import open_shelf
 
 __all__ = ["CannotBind", "build_app", "main", "serve"]
 
@@ -77,6 +78,8 @@ def _generating(dialect: Dialect) -> Route:
         prompt = dialect.prompt(asked)
         api.check_prompt_size(prompt, engine.context_max)
         turn = asked.session
+        if turn is not None:
+            engine = await service.restored(turn.id)
         opening = engine.generate(
             prompt, sampling, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
             namespace=service.namespace, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history,
@@ -241,12 +244,13 @@ async def listening(service: Service) -> AsyncIterator[str]:
 async def serve(
     open_engine: Callable[[], AbstractAsyncContextManager[EngineFace]], config: ServerConfig, while_ready: WhileReady | None = None
 ) -> None:
-    """Listen, open the engine, run `while_ready` (for ever when None), drain, close.
+    """Listen, open the engine, run `while_ready` (for ever when None), drain, bring sessions to disk, close.
 
-    A signal ends the loading or `while_ready`; a second one ends the drain. Raises CannotBind and what opening raises.
+    A signal ends the loading or `while_ready`; a second one ends the drain, one more the archiving. Raises CannotBind, BadSetting and
+    what opening raises.
     """
     service, signals = Service(config), Signals()
-    with signals.caught():
+    with open_shelf(config.sessions_dir, service.namespace) as service.shelf, signals.caught():
         async with listening(service) as address, AsyncExitStack() as stack:
             async with signals.until_signal():
                 service.engine = engine = await stack.enter_async_context(open_engine())
@@ -254,6 +258,8 @@ async def serve(
             async with signals.until_signal():
                 await service.drain()
             await service.cut()
+            async with signals.until_signal():
+                await service.keep()
 
 
 def main(words: Sequence[str] | None = None) -> int:

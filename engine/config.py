@@ -77,6 +77,7 @@ class ServerConfig:
     body_bytes_max: int = 32 * 2**20  # a million token ids as JSON take about 7 MiB
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     log_format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal
+    sessions_dir: str = ""  # directory of archives; "": sessions end with the server
     synthetic_history: bool = False  # whether requests may begin with made-up rows, for measuring
 
     def __post_init__(self) -> None:

@@ -216,6 +216,14 @@ class EngineFace(Protocol):
         """Keep the first tokens. Raises UnknownSession, StaleRevision, SessionBusy, BadRequest, NotAdmitted."""
         ...
 
+    async def export_session(self, session_id: SessionId, directory: str | Path) -> object:
+        """Write a session to a directory. Raises UnknownSession, SessionBusy, SessionBroken, ArchiveFailed, ArchiveRefused, NotAdmitted."""
+        ...
+
+    async def import_session(self, directory: str | Path, *, namespace: str = "") -> SessionId:
+        """Take a session from a directory. Raises ArchiveRefused, ArchiveFailed, NotAdmitted."""
+        ...
+
     def generate(
         self,
         prompt: Prompt,

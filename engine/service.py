@@ -15,6 +15,7 @@ import structlog
 from engine.config import ServerConfig
 from engine.errors import ForebayError
 from engine.protocol import EngineFace
+from engine.shelf import Shelf
 
 __all__ = ["NotServing", "Service"]
 
@@ -38,6 +39,7 @@ class Service:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: EngineFace | None = None
+        self.shelf: Shelf | None = None  # where sessions are kept on disk
         self.created = int(time.time())
         # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
         self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
@@ -57,6 +59,13 @@ class Service:
         if self.engine is None or self.state != "ready":
             raise NotServing(f"the server is {self.state}; try again later")
         return self.engine
+
+    async def restored(self, session_id: str) -> EngineFace:
+        """The engine, holding the session if that lies on disk. Raises NotServing, ArchiveRefused, ArchiveFailed, NotAdmitted."""
+        if self.shelf is not None:
+            with self.running():
+                await self.shelf.restore(self.admitted, session_id)
+        return self.admitted()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -82,6 +91,11 @@ class Service:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S):
                 await self._idle.wait()
+
+    async def keep(self) -> None:
+        """Bring the sessions to disk, where there is a place for them."""
+        if self.engine is not None and self.shelf is not None:
+            await self.shelf.keep(self.engine, self.config.drain_timeout_s)
 
     async def cut(self) -> None:
         """Cancel every request that still runs and wait until each has let go of its generation."""

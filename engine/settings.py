@@ -187,12 +187,13 @@ SETTINGS: dict[str, Setting] = _table(
         ("api_key_file", "api_key_file", parse_text, "FILE", "file that holds the key"),
         ("body_max", "server.body_bytes_max", parse_size, "SIZE", "largest request body"),
         ("drain_timeout", "server.drain_timeout_s", parse_seconds, "SECONDS", "how long running requests may go on after SIGTERM"),
+        ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
         ("log_format", "server.log_format", choice("auto", "json", "console"), "auto|json|console", "auto: console on a terminal"),
     )
 )  # fmt: skip
 
-NOT_BUILT = ("cluster", "nodes", "sessions_dir")
+NOT_BUILT = ("cluster", "nodes")
 _EXCLUSIVE = (("model", "demo"), ("api_key", "api_key_file"))
 
 

@@ -179,6 +179,7 @@ class FakeEngine:
     closed_sessions: list[SessionId] = field(default_factory=list)
     forks: list[tuple[SessionId, int | None, int | None]] = field(default_factory=list)
     truncations: list[tuple[SessionId, int, int | None]] = field(default_factory=list)
+    exports: list[SessionId] = field(default_factory=list)
     drains: list[float] = field(default_factory=list)
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     may_drain: asyncio.Event | None = None  # a drain waits for it
@@ -199,6 +200,12 @@ class FakeEngine:
 
     async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
         self.truncations.append((session_id, tokens, revision))
+
+    async def export_session(self, session_id: SessionId, directory: str | Path) -> None:
+        self.exports.append(session_id)
+
+    async def import_session(self, directory: str | Path, *, namespace: str = "") -> SessionId:
+        return await self.create_session(namespace)
 
     def generate(
         self,

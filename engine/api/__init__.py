@@ -34,6 +34,7 @@ from engine.api.sessions import (
     SessionList,
     encode_session,
     parse_fork,
+    parse_import,
     parse_nothing,
     parse_truncate,
     session_card,
@@ -45,7 +46,8 @@ __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "SessionDeleted", "SessionList", "SessionState",
     "TokenizeAnswer", "TokenizeRequest", "chat_answer", "chat_chunk", "chat_usage_chunk", "check_prompt_size", "check_text_size",
     "completion_answer", "completion_chunk", "completion_usage_chunk", "decompress", "encode", "encode_session", "encode_tokenized",
-    "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_nothing", "parse_tokenize", "parse_truncate",
+    "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_import", "parse_nothing", "parse_tokenize",
+    "parse_truncate",
     "session_card", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "token_characters",
     "unknown_include", "usage_counts", "wants_usage",
 ]  # fmt: skip

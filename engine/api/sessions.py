@@ -11,8 +11,8 @@ from engine.errors import BadRequest, shown
 from engine.protocol import SessionView
 
 __all__ = [
-    "ForkRequest", "Nothing", "SessionCard", "SessionDeleted", "SessionList", "TierBytes", "TruncateRequest", "encode_session",
-    "parse_fork", "parse_nothing", "parse_truncate", "session_card", "unknown_include",
+    "ForkRequest", "ImportRequest", "Nothing", "SessionCard", "SessionDeleted", "SessionList", "TierBytes", "TruncateRequest",
+    "encode_session", "parse_fork", "parse_import", "parse_nothing", "parse_truncate", "session_card", "unknown_include",
 ]  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -36,11 +36,18 @@ class TruncateRequest(msgspec.Struct, kw_only=True):
     revision: Count | None = None
 
 
+class ImportRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/sessions/import."""
+
+    id: str
+
+
 class TierBytes(msgspec.Struct, kw_only=True, frozen=True):
-    """Allocated bytes; what sessions share counts for each of them."""
+    """Allocated bytes; what sessions share counts for each of them. `disk`: of an archive's files, where that was looked at."""
 
     host: int
     device: int
+    disk: int | UnsetType = UNSET
 
 
 class SessionCard(msgspec.Struct, kw_only=True, frozen=True):
@@ -84,16 +91,21 @@ def parse_truncate(body: bytes) -> TruncateRequest:
     return decode(body, TruncateRequest)
 
 
+def parse_import(body: bytes) -> ImportRequest:
+    """Raises BadRequest naming the field."""
+    return decode(body, ImportRequest)
+
+
 def unknown_include(wanted: str) -> BadRequest:
     """What a query that asks for something else gets."""
     return BadRequest(f"include must be 'tokens', not {shown(wanted)}", field="include")
 
 
-def session_card(view: SessionView) -> SessionCard:
+def session_card(view: SessionView, disk_bytes: int | UnsetType = UNSET) -> SessionCard:
     """A session without its tokens."""
     return SessionCard(
         id=view.id, revision=view.revision, state=view.phase, tokens=len(view.token_ids), rows=view.rows,
-        bytes=TierBytes(host=view.host_bytes, device=view.device_bytes), last_used=int(view.used_at),
+        bytes=TierBytes(host=view.host_bytes, device=view.device_bytes, disk=disk_bytes), last_used=int(view.used_at),
     )  # fmt: skip
 
 

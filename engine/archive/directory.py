@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 
@@ -42,8 +42,8 @@ def said(where: str, doing: str) -> Iterator[None]:
 class Directory:
     """An open and locked directory. Close it."""
 
-    def __init__(self, path: Path, *, writes: bool) -> None:
-        """Args: writes: for an export; the directory is made, its parent must exist.
+    def __init__(self, path: Path, *, writes: bool, locked: bool = True) -> None:
+        """Args: writes: for an export; the directory is made, its parent must exist. locked: False to read the manifest alone.
 
         Raises: ArchiveFailed, ArchiveRefused (missing), NotAdmitted: somebody else has it now.
         """
@@ -56,7 +56,8 @@ class Directory:
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise ArchiveRefused("missing", self.where, "there is no such directory") from error
             try:
-                fcntl.flock(self._fd, (fcntl.LOCK_EX if writes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                if locked:
+                    fcntl.flock(self._fd, (fcntl.LOCK_EX if writes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 os.close(self._fd)
                 raise NotAdmitted(f"archive {self.where!r} is being exported or imported; try later", retry_after_s=_RETRY_S) from error
@@ -115,6 +116,13 @@ class Directory:
         os.fsync(self._fd)
         self.settle(part, name)
         os.fsync(self._fd)
+
+    def remove(self) -> None:
+        """Remove the archive, its manifest first: what a kill leaves of it is no archive."""
+        with suppress(FileNotFoundError):
+            os.unlink(MANIFEST, dir_fd=self._fd)
+        os.fsync(self._fd)
+        self.clean(frozenset())
 
     def clean(self, kept: Collection[str] | None) -> None:
         """Remove parts, and segments that are not `kept` (None: all are). What cannot be removed stays; nobody reads it."""

@@ -24,7 +24,10 @@ __all__ = ["COMMAND"]
 log = structlog.get_logger()
 
 _REDRAW_S = 0.1
-_SERVER_ONLY = ("host", "port", "api_key", "api_key_file", "body_max", "drain_timeout", "waiting_max", "sessions_max", "decode_batch_limit")
+_SERVER_ONLY = (
+    "host", "port", "api_key", "api_key_file", "body_max", "drain_timeout", "sessions_dir", "waiting_max", "sessions_max",
+    "decode_batch_limit",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
