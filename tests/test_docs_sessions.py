@@ -1,4 +1,4 @@
-"""The walk-through of docs/sessions.md: every command is run, in order, against a server process on the demo model."""
+"""The walk-through of docs/sessions.md: every command is run, in order, against server processes on the demo model."""
 
 import asyncio
 import json
@@ -48,32 +48,45 @@ async def server(words: list[str]) -> AsyncIterator[str]:
     assert process.returncode == 0
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands are curl's")
-async def test_the_commands_answer_what_the_page_says() -> None:
-    """Each command's answer has every field that is printed behind it; the page shows both kinds of reuse, a fork and a cut."""
-    shell = [text for kind, text in BLOCKS if kind == "bash"]
-    assert shell[0].split() == ["forebay", "serve", "--demo", "--port", "8000"]
-    words = [*shell[0].split()[1:-1], "0", "--host-memory", "128MiB"]
-    script = "".join(f"{text}\nprintf '\\n{_MARK}\\n'\n" for text in shell[1:])
-    async with server(words) as address:
-        assert "http://127.0.0.1:8000" in script
-        process = await asyncio.create_subprocess_exec(
-            "bash", "-euo", "pipefail", "-c", script.replace("http://127.0.0.1:8000", address), stdout=asyncio.subprocess.PIPE
-        )
-        output, _ = await process.communicate()
+async def answers_of(shell: list[str], before: str) -> tuple[list[str], str]:
+    """What each command printed, and a line that gives the next shell the session's id. `before` runs first."""
+    script = before + "".join(f"{text}\nprintf '\\n{_MARK}\\n'\n" for text in shell) + "declare -p ID\n"
+    process = await asyncio.create_subprocess_exec("bash", "-euo", "pipefail", "-c", script, stdout=asyncio.subprocess.PIPE)
+    output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
-    answers = [piece.strip() for piece in output.decode().split(_MARK)[:-1]]
-    assert len(answers) == len(shell) - 1
+    *answers, known = output.decode().split(_MARK)
+    assert len(answers) == len(shell)
+    return [answer.strip() for answer in answers], known.strip() + "\n"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands are curl's")
+async def test_the_commands_answer_what_the_page_says(tmp_path: Path) -> None:
+    """Each command's answer has every field that is printed behind it; the page shows reuse, a fork, a cut, an export and a restart."""
+    shell = [text for kind, text in BLOCKS if kind == "bash"]
+    begins = [number for number, text in enumerate(shell) if text.startswith("forebay ")]
+    assert len(begins) == 2
+    assert begins[0] == 0
+    answers: list[str] = []
+    opening, known = shell[1], ""
+    for first, stop in zip(begins, [begins[1], len(shell)], strict=True):
+        assert shell[first].split() == ["forebay", "serve", "--demo", "--port", "8000", "--sessions-dir", "sessions"]
+        words = ["serve", "--demo", "--port", "0", "--sessions-dir", str(tmp_path / "sessions"), "--host-memory", "128MiB"]
+        async with server(words) as address:
+            at = "http://127.0.0.1:8000"
+            assert at in opening
+            commands = [text.replace(at, address) for text in shell[first + 1 : stop]]
+            found, known = await answers_of(commands, known and opening.replace(at, address) + known)
+        answers += ["", *found]
     checked, last = 0, 0
     for kind, text in BLOCKS[1:]:
         if kind == "bash":
             last += 1
         elif kind == "json":
-            found = json.loads(answers[last - 1])
-            assert agrees(found, json.loads(text)), f"the page says {text}, the server {answers[last - 1]}"
+            wanted = json.loads(text)
+            assert agrees(json.loads(answers[last]), wanted), f"the page says {text}, the server {answers[last]}"
             checked += 1
-    assert checked >= 10
-    assert all(word in PAGE for word in ("/fork", "/truncate", "cached_tokens", "DELETE"))
+    assert checked >= 15
+    assert all(word in PAGE for word in ("/fork", "/truncate", "/export", "/import", "cached_tokens", "DELETE"))
 
 
 async def test_the_library_example_runs() -> None:
