@@ -1,9 +1,12 @@
 """Sessions on disk: exported, listed, restored by whoever names them, refused when damaged, and there after a restart."""
 
 import asyncio
+import contextlib
 import errno
+import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +29,7 @@ from tests.fake_engine import FakeEngine, words
 from tests.test_server_sessions import DEMO, call, turn
 
 CONFIG = EngineConfig(host_memory_bytes=64 << 20, hot_rows=256, prefix_cache="on")
+SERVER = Path(__file__).resolve().parents[1] / "server.py"
 ABSENT = "0123456789abcdef"
 
 
@@ -337,3 +341,56 @@ async def test_what_cannot_be_kept_is_said(tmp_path: Path, monkeypatch: pytest.M
         ("session.not_archived", "s0", None),
         ("sessions.not_archived", None, 2),
     ]
+
+
+async def test_two_at_once_with_room_for_one(tmp_path: Path) -> None:
+    """Of two sessions that memory has room for one of, one comes back and the other is 429; once the first is deleted it comes too."""
+    async with shelved(tmp_path) as (engine, client):
+        made = [await begun(client, "import os\n" * 250) for _ in range(2)]
+        for each in made:
+            await call(client, "POST", f"/v1/sessions/{each}/export")
+        block_bytes = engine.stage.layout.block_bytes
+        blocks = -(-(await call(client, "GET", f"/v1/sessions/{made[0]}"))["tokens"] // 64)
+    small = EngineConfig(host_memory_bytes=(blocks + blocks // 2) * block_bytes, hot_rows=256, prefix_cache="on")
+    async with shelved(tmp_path, small) as (engine, client):
+
+        async def bring(session: str) -> int:
+            async with client.post("/v1/sessions/import", json={"id": session}) as response:
+                return response.status
+
+        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+            found = [group.create_task(bring(each)) for each in made]
+        assert sorted(each.result() for each in found) == [200, 429]
+        held, other = made if found[0].result() == 200 else made[::-1]
+        assert await states(client) == {held: "ready", other: "archived"}
+        await call(client, "DELETE", f"/v1/sessions/{held}")
+        assert await bring(other) == 200
+        assert list(engine.sessions) == [other]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03])
+async def test_a_killed_server_leaves_a_whole_archive(tmp_path: Path, delay_s: float) -> None:
+    """A server killed in the middle of its second export leaves the first archive or the second, and the next one goes on from it."""
+    words_ = ["serve", "--demo", "--port", "0", "--host-memory", "64MiB", "--sessions-dir", str(tmp_path), "--log-format", "json"]
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SERVER), *words_, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    while b'"server.opened"' not in (line := await process.stderr.readline()):
+        assert line, "the server ended before it listened"
+    async with aiohttp.ClientSession(json.loads(line)["address"]) as client, asyncio.TaskGroup() as group:
+        made = await begun(client, "import os\n" * 100)
+        await call(client, "POST", f"/v1/sessions/{made}/export")
+        await call(client, "POST", "/v1/completions", turn("import re\n" * 100, session={"id": made, "revision": 1}))
+
+        async def export() -> None:
+            with contextlib.suppress(aiohttp.ClientError):
+                await call(client, "POST", f"/v1/sessions/{made}/export")
+
+        group.create_task(export())
+        await asyncio.sleep(delay_s)
+        process.kill()
+        await process.communicate()
+    async with shelved(tmp_path) as (_, client):
+        (card,) = (await call(client, "GET", "/v1/sessions"))["data"]
+        assert card["state"] == "archived"
+        assert card["revision"] in (1, 2)
+        await call(client, "POST", "/v1/completions", turn("x", session={"id": made, "revision": card["revision"]}))
