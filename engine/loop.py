@@ -113,12 +113,12 @@ class StepLoop:
         await self._idle.wait()
 
     def release(self, request: Request) -> None:
-        """Close the memory of a request's session if it is temporary and not stored, being closed, or broken."""
+        """Close the memory of a request's session if it is temporary and not stored, broken, or closed by one who may have given up."""
         session = request.session
         if self.stored is not None and not (self._closing or session.closing) and self.stored.keep(session):
             return
-        # Whoever closes the session may have been cancelled while it waited for the request.
-        if (session.temporary or session.closing or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
+        last = session.phase is not Phase.EXPORTING and not any(one.session is session for one in self.requests if one is not request)
+        if (session.temporary or (session.closing and last) or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
             self._close_session(session)
 
     def _close_session(self, session: Session) -> None:

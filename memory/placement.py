@@ -250,6 +250,18 @@ class Offload:
         self._give_hot(hot)
         return given or bool(hot)
 
+    def _wake(self, session: OffloadSession) -> bool:
+        """Give a session at rest whose tables are long enough its hot caches back. Raises DoesNotFit; returns whether it was at rest."""
+        if session.hot:
+            return False
+        tokens_max = session.holdings.tokens_max
+        _check_room(Needs(0, self._hot_bytes(tokens_max)), self.arena, self.pool)
+        with ExitStack() as undo:
+            hot = self._take_hot(tokens_max, undo)
+            undo.pop_all()
+        session.hot = hot
+        return True
+
     def _give_hot(self, caches: Sequence[HotCache]) -> None:
         for cache in caches:
             self.pool.give(cache.buffer)
@@ -260,7 +272,7 @@ class Offload:
         holdings = session.holdings
         _check_still(holdings)
         if tokens_max <= holdings.tokens_max:
-            return False
+            return self._wake(session)
         more = blocks_of(tokens_max) - session.history.blocks_max
         shared = _shared_bytes(self._layout, self._hidden, tokens_max) - _shared_bytes(self._layout, self._hidden, holdings.tokens_max)
         device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings)

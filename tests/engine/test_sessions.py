@@ -248,3 +248,42 @@ async def interleaved(checkpoint: Path, placement: str, seed: int) -> None:
     for prompt, got in answers:
         wanted, _ = await fresh(checkpoint, prompt, 12, placement=placement)
         assert got.tokens == wanted.tokens[: len(got.tokens)]
+
+
+@both
+@pytest.mark.parametrize("kept", [40, 100])
+async def test_a_session_at_rest_takes_a_shorter_turn(checkpoint: Path, placement: str, kept: int) -> None:
+    """A session that gave up its hot caches, is cut, and then needs no more room than it had, says what a fresh one says."""
+    config = small(hot_rows=TOP_K, placement=placement)
+    async with Engine.open(checkpoint, config) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(150, 1), 8)
+        memory = engine._sessions[session].memory
+        assert memory is not None
+        assert engine.stage.placement.rest(memory) or placement == "resident"
+        held = tokens_of(engine, session)[:kept]
+        await engine.truncate_session(session, kept)
+        got = await turn(engine, session, ids(5, 2), 6)
+    wanted, _ = await fresh(checkpoint, [*held, *ids(5, 2)], 6, placement=placement)
+    assert got.tokens == wanted.tokens
+
+
+@pytest.mark.parametrize("started", [1, 3])
+async def test_closing_a_session_with_a_turn_behind_the_running_one(checkpoint: Path, started: int) -> None:
+    """A session closed while one turn runs and two wait: all of them end, the engine goes on, and nothing stays held."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        before = engine.statistics().host_bytes
+        session = await engine.create_session()
+        running = engine.generate(ids(40, 1), greedy(200), session=session)
+        for _ in range(started):
+            await anext(running)
+        waiting = [asyncio.create_task(turn(engine, session, ids(3, number), 3)) for number in range(2)]
+        await asyncio.sleep(0)
+        await engine.close_session(session)
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(each, Run | Exception) for each in ended)
+        assert [chunk async for chunk in running][-1].finish_reason == "abort"
+        other = await engine.create_session()
+        assert len((await turn(engine, other, ids(9, 4), 5)).tokens) == 5
+        await engine.close_session(other)
+        assert engine.statistics().host_bytes == before
