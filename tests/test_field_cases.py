@@ -5,7 +5,8 @@ All run on the virtual backend under a few seeds, with every plan, gather and co
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from engine.search.reference import Bench, Script, Turn
 from engine.search.scenario import Scenario, Scene, run_seed
 from engine.search.tiny import TOP_K
 from kernels.address import rows_at
-from kernels.layout import BLOCK_ROWS
+from kernels.layout import BLOCK_ROWS, TableField
 from kernels.locate import locate_new
 from memory.barrier import barrier
 from streams import Event
@@ -41,17 +42,34 @@ def play(bench: Bench, scenario: Callable[[Scene], Any], seeds: int = 2) -> None
         assert finding is None, str(finding)
 
 
-async def converse(scene: Scene, scripts: list[Script], **settings: object) -> None:
-    """One client a script, all at once, each compared with its reference."""
+async def converse(
+    scene: Scene, scripts: list[Script], together: Collection[int] = (), submitted: deque[int] | None = None, **settings: object
+) -> None:
+    """One client a script, all at once, each compared with its reference.
+
+    Some steps must have had so many sessions as `together` says. `submitted` gets how many each step has, in order.
+    """
     for script in scripts:
         await scene.bench.reference(script)
+    sizes: set[int] = set()
     async with open_engine(scene, hot_rows=TOP_K, **settings) as (opened, _):
+        batches = opened._loop._batches
+        submit = batches.submit
+
+        def counted(members: Any, *rest: Any) -> Any:
+            sizes.add(len(members))
+            if submitted is not None:
+                submitted.append(len(members))
+            return submit(members, *rest)
+
+        batches.submit = counted  # type: ignore[method-assign]
         clients = [await Client.make(scene, opened, script) for script in scripts]
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.talk())
         for client in clients:
             await client.leave()
+        assert sizes.issuperset(together), f"steps of {sorted(sizes)} sessions: not of {together}"
 
 
 class _Constant(Written):
@@ -176,8 +194,9 @@ def test_short_chunks_beside_decoding_sessions(bench: Bench, rows: int) -> None:
     play(bench, short, seeds=1)
 
 
-THREE = [SIDE, Script("b", (Turn(5, 7, 25),)), Script("c", (Turn(66, 6, 26),))]
-BRIEF = Script("d", (Turn(3, 2, 27),))
+# Long enough that all decode together, though their prompts are read one after another.
+THREE = [Script("a", (Turn(9, 90, 24),)), Script("b", (Turn(5, 84, 25),)), Script("c", (Turn(66, 70, 26),))]
+BRIEF = Script("d", (Turn(3, 60, 27),))  # the first to leave, when it comes first
 
 
 def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +206,10 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
     every step all buffers hold NaN, wild selections and an old place's outputs.
     """
     real = DecodeStep._begin
+    submitted: deque[int] = deque()
 
     def begin(self: DecodeStep, table: Any) -> None:
+        assert int((table.tensor[:, TableField.ROWS] > 0).sum()) == submitted.popleft(), "a free place names a session"
         for buffer in (self._x, self._u, self._qr, self._query.latent, self._query.rope, self._logits, self._hidden_before):
             buffer.fill_(float("nan"))
         for plan in self._plans:
@@ -204,7 +225,8 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
         for script in (*THREE, BRIEF):
             await scene.bench.reference(script)
         monkeypatch.setattr(DecodeStep, "_begin", begin)
-        await converse(scene, [*THREE, BRIEF])
+        submitted.clear()
+        await converse(scene, [BRIEF, *THREE], together={3, 4}, submitted=submitted)
 
     play(bench, three)
 
@@ -218,7 +240,7 @@ def test_permuted_sessions_say_the_same(bench: Bench, order: tuple[int, ...]) ->
     """
 
     async def permuted(scene: Scene) -> None:
-        await converse(scene, [THREE[place] for place in order], decode_batch_limit=2)
+        await converse(scene, [THREE[place] for place in order], together={2}, decode_batch_limit=2)
 
     play(bench, permuted, seeds=1)
 

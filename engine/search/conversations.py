@@ -25,6 +25,8 @@ WHOLE = Script("whole", (Turn(64, 2, 5), Turn(62, 3, 6)))  # begins at a block's
 LONG = Script("long", (Turn(130, 4, 7),))  # three chunks of 64
 TAIL = Script("tail", (Turn(1, 3, 8), Turn(TOP_K + 1, 3, 9)))  # one token, then one more than a selection
 LATE = Script("late", (Turn(125, 5, 10), Turn(10, 2, 11)))  # a second block's end while decoding
+TALK = Script("talk", (Turn(4, 34, 13),))  # still decodes when others have read their prompts
+CHAT = Script("chat", (Turn(7, 40, 14),))
 FULL = Script("full", (Turn(60, 212, 12),))  # more rows than a ring holds
 SCRIPTS = (EDGE, SHORT, WHOLE, LONG, TAIL, LATE, FULL)
 
@@ -58,18 +60,20 @@ async def _references(scene: Scene, scripts: Sequence[Script]) -> None:
 
 
 async def decode(scene: Scene) -> None:
-    """Two or three sessions decode side by side, blocks fill and are copied, a second turn follows."""
-    scripts = scene.rng.sample((EDGE, SHORT, WHOLE, TAIL, LATE), scene.rng.choice((2, 2, 3)))
+    """Two to four sessions decode side by side, two of them long enough to share steps; blocks fill, a second turn follows."""
+    scripts = [TALK, CHAT, *scene.rng.sample((EDGE, SHORT, WHOLE, TAIL, LATE), scene.rng.choice((0, 1, 2)))]
     await _references(scene, scripts)
     async with open_engine(scene, **settings_of(scene.rng)) as (engine, _):
         await _all(await _clients(scene, engine, scripts))
+        together = max(places for places, *_ in engine._loop._batches._buckets)
+        assert scene.faulty or together >= 2 or engine.config.decode_batch_limit == 1, "no two sessions shared a step"
     if not scene.faulty:
         assert scene.watch.rises + scene.watch.gathers > 0, "the oracle compared nothing"
 
 
 async def append(scene: Scene) -> None:
     """Long prompts come in while others decode; one of them a single token."""
-    scripts = [scene.rng.choice((EDGE, SHORT)), LONG, scene.rng.choice((TAIL, LATE, WHOLE))]
+    scripts = [scene.rng.choice((TALK, EDGE, SHORT)), LONG, scene.rng.choice((TAIL, LATE, WHOLE))]
     await _references(scene, scripts)
     async with open_engine(scene, **{**settings_of(scene.rng), "append_chunk_rows": scene.rng.choice((17, 20, 64))}) as (engine, _):
         clients = await _clients(scene, engine, scripts)
