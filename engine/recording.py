@@ -89,9 +89,11 @@ async def record(run: RecordedRun, path: Path, progress: Callable[[int, int], No
         await backend.close()
         recorder.flush()
         file.close()
-        if backend.statistics().submitted:
-            write_notes(rough, path, run.notes())
-        rough.unlink()
+        try:
+            if backend.statistics().submitted:
+                write_notes(rough, path, run.notes())
+        finally:
+            rough.unlink()
     return Recording(run, backend.statistics().submitted)
 
 

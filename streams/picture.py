@@ -112,7 +112,7 @@ def _strokes(tape: Tape, scale: _Scale, top: int) -> Iterator[str]:
 def _axis(scale: _Scale, bottom: int) -> Iterator[str]:
     """A line every 1, 2 or 5 times a power of ten ns, some ten in all."""
     length_ns = scale.last_ns - scale.first_ns
-    step_ns = next(unit * 10**power for power in range(20) for unit in (1, 2, 5) if unit * 10**power * 12 >= length_ns)
+    step_ns = next(unit * 10**power for power in range(40) for unit in (1, 2, 5) if unit * 10**power * 12 >= length_ns)
     for at_ns in range(-(-scale.first_ns // step_ns) * step_ns, scale.last_ns + 1, step_ns):
         x = scale.x(at_ns)
         yield f'<line x1="{x:.1f}" y1="{_TOP - 8}" x2="{x:.1f}" y2="{bottom}" stroke="#dddddd"/>'

@@ -105,7 +105,10 @@ def run_replay(invocation: Invocation) -> int:
     except Escaped as escaped:
         raise ForebayError(f"the replay asked the real world: {escaped}") from escaped
     if path is not None:
-        path.write_bytes(Tape(tape.header, records).encode())
+        try:
+            path.write_bytes(Tape(tape.header, records).encode())
+        except OSError as error:
+            raise BadSetting(f"--out: cannot write {path}: {error.strerror or error}") from error
     unequal = _unequal(tokens, taped)
     if unequal:
         raise ForebayError(unequal)
