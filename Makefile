@@ -17,7 +17,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow --durations=20
+	$(BIN)/python -m pytest -m "slow and not gpu" --durations=20
 
 check: check-static
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
