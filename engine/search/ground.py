@@ -262,9 +262,10 @@ class Life:
         await behind.wait_done()
         assert failing.error() is not None
         assert behind.error() is not None
-        self.ground.compute.submit(self._clear, label="step.abort", session=self.session.session_id)
+        cleared = self.ground.compute.submit(self._clear, label="step.abort", session=self.session.session_id)
         self._last = None
         await self.roll_back(first)
+        await cleared  # if that failed too, maps claim rows that slots may not hold: nobody goes on with such a session
 
     def _clear(self) -> None:
         for group in range(len(LAYOUT.groups)):
