@@ -32,7 +32,7 @@ from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
-from memory.rounds import Query
+from memory.rounds import Picked, Query
 from memory.staging import landing
 from memory.table import StepTable
 from streams import Event
@@ -329,7 +329,7 @@ class DecodeStep:
         stage, plan, model = self._stage, self._plans[group], self._stage.model
         layer = model.layers[local]
         scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
-        attended = stage.rounds.attend(table.tensor, group, place, local, self._place_of, plan, scratch, self._compact, self._asked)
+        attended = stage.rounds.attend(Picked(table.tensor, group, place, local, self._place_of, plan, scratch), self._compact, self._asked)
         number = stage.first_layer + local
         y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
         self._fed = self._keep(self._y, y)

@@ -35,7 +35,7 @@ from kernels.round import RoundPlan, begin_round
 from kernels.selection import select_places
 from kernels.sparse_mla import sparse_mla_packed
 from kernels.verify import keep_drafts
-from memory.rounds import Query
+from memory.rounds import Picked, Query
 from memory.table import StepTable
 from streams import Event, Stream
 
@@ -157,4 +157,4 @@ class Drafter:
             if depth > 0:
                 begin_round(table)
             stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)
-        return stage.rounds.attend(table, self._group, 0, stage.mtp_layer, place_of, plan, None, self._compact, query)
+        return stage.rounds.attend(Picked(table, self._group, 0, stage.mtp_layer, place_of, plan, None), self._compact, query)

@@ -3,7 +3,7 @@
 Holds layouts only; everything that changes lies behind the step table. Called inside a step's work, on its streams.
 
 Invariants:
-1. Both placements hand the same packed bytes to attention, through the same gather.
+1. Both placements hand the same packed bytes to attention: through the same gather, or by address where a resident device has them.
 2. A resident round keeps nothing: no plan, no map, no miss.
 """
 
@@ -19,7 +19,7 @@ from kernels.place import on_cpu
 from kernels.round import RoundPlan, clear_round, plan_round
 from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed
 
-__all__ = ["OffloadRounds", "Query", "ResidentRounds", "Rounds", "attend_gathered"]
+__all__ = ["OffloadRounds", "Picked", "Query", "ResidentRounds", "Rounds", "attend_gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,24 @@ class Query:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The selected rows of one layer: what a plan says of them, and where the step stands.
+
+    table     [places, fields]              int64  device
+    place_of  [T]                           int32  device
+    scratch   [T * k, row_bytes] or None    uint8  device  the layer's misses, if they were fetched early
+    """
+
+    table: Tensor
+    group: int
+    layer_in_group: int
+    layer: int  # local to the stage
+    place_of: Tensor
+    plan: RoundPlan
+    scratch: Tensor | None
+
+
 class Rounds(Protocol):
     """What a step asks of the placement. Shapes as in `kernels/round` and `kernels/gather`."""
 
@@ -48,33 +66,12 @@ class Rounds(Protocol):
         """Bring the distinct misses of one local layer into scratch, uint8 [T * k, row_bytes]."""
         ...
 
-    def gather(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Collect one local layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
+    def gather(self, of: Picked, out: Tensor) -> None:
+        """Collect a layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
         ...
 
-    def attend(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        compact: Tensor,
-        query: Query,
-    ) -> Tensor:
-        """Attend to one local layer's selected rows, [T, heads, R], by way of `compact` where they are gathered; fill slots as `gather`."""
+    def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
+        """Attend to a layer's selected rows, [T, heads, R], by way of `compact` where they are gathered; fill slots as `gather`."""
         ...
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
@@ -82,13 +79,16 @@ class Rounds(Protocol):
         ...
 
 
-def attend_gathered(
-    rounds: Rounds, layout: BlockLayout, table: Tensor, group: int, layer_in_group: int, layer: int, place_of: Tensor, plan: RoundPlan,
-    scratch: Tensor | None, compact: Tensor, query: Query,
-) -> Tensor:  # fmt: skip
+def attend_gathered(rounds: Rounds, layout: BlockLayout, of: Picked, compact: Tensor, query: Query) -> Tensor:
     """Gather by `rounds`, then attend to the compact rows."""
-    rounds.gather(table, group, layer_in_group, layer, place_of, plan, scratch, compact)
-    return sparse_mla_packed(query.latent, query.rope, compact, plan.selection, layout.row, query.scale)
+    rounds.gather(of, compact)
+    return sparse_mla_packed(query.latent, query.rope, compact, of.plan.selection, layout.row, query.scale)
+
+
+def _gather(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor) -> None:
+    """The gather of both placements: the plan alone says where a row lies."""
+    offset, row_bytes = layout.row_offset(of.layer), layout.row.row_bytes
+    gather_round(of.plan, of.table, table_layout, of.place_of, of.group, of.layer_in_group, offset, row_bytes, out, of.scratch)
 
 
 class OffloadRounds:
@@ -108,35 +108,13 @@ class OffloadRounds:
         """See Rounds."""
         fetch_misses(plan, self._layout.row_offset(layer), self._layout.row.row_bytes, scratch)
 
-    def gather(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def gather(self, of: Picked, out: Tensor) -> None:
         """See Rounds."""
-        offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
-        gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+        _gather(self._layout, self._table_layout, of, out)
 
-    def attend(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        compact: Tensor,
-        query: Query,
-    ) -> Tensor:
+    def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy: attention by the plan itself (`kernels/sparse_mla/planned.py`) made steps slower."""
-        return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
+        return attend_gathered(self, self._layout, of, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""
@@ -161,38 +139,16 @@ class ResidentRounds:
         """See Rounds. Nothing is missed."""
         del plan, layer, scratch
 
-    def gather(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def gather(self, of: Picked, out: Tensor) -> None:
         """See Rounds."""
-        offset, row_bytes = self._layout.row_offset(layer), self._layout.row.row_bytes
-        gather_round(plan, table, self._table_layout, place_of, group, layer_in_group, offset, row_bytes, out, scratch)
+        _gather(self._layout, self._table_layout, of, out)
 
-    def attend(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        compact: Tensor,
-        query: Query,
-    ) -> Tensor:
+    def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""
-        if on_cpu("attend", table):
-            return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
-        offset = self._layout.row_offset(layer)
-        return sparse_mla_addresses(query.latent, query.rope, plan.source, self._layout.row, query.scale, offset)
+        if on_cpu("attend", of.table):
+            return attend_gathered(self, self._layout, of, compact, query)
+        offset = self._layout.row_offset(of.layer)
+        return sparse_mla_addresses(query.latent, query.rope, of.plan.source, self._layout.row, query.scale, offset)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds. Nothing was kept."""

@@ -29,8 +29,6 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
 CUDA_ONLY = re.compile(r"\b(cupy|pycuda|cuda\.bindings|libcudart|torch\.backends\.cudnn|nvtx)\b")
 # Modules that are entry points and so need no importer.
 ENTRY_POINTS = {"server", "engine.demo_training.train", "engine.demo_training.evaluate"}
-# Passes its suite on a card; nothing opens it while the engine still refuses one.
-ENTRY_POINTS |= {"streams.device"}
 
 
 def sources() -> list[Path]:

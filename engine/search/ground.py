@@ -28,7 +28,7 @@ from memory.copyback import Copyback
 from memory.host import Registration
 from memory.ledger import Ledger
 from memory.placement import Offload, Placement, Resident
-from memory.rounds import OffloadRounds, ResidentRounds
+from memory.rounds import OffloadRounds, Picked, ResidentRounds
 from memory.session import SessionMemory
 from memory.table import StepTable
 from streams import Event
@@ -202,9 +202,8 @@ class Life:
         if layer == fails_at:
             raise RuntimeError(f"layer {layer} fails as planned")
         scratch = self._scratch if place else None
-        self.ground.rounds.gather(
-            self._table.tensor, group, place, layer, self._place_of, self._plans[group], scratch, self._compact
-        )  # fmt: skip
+        picked = Picked(self._table.tensor, group, place, layer, self._place_of, self._plans[group], scratch)
+        self.ground.rounds.gather(picked, self._compact)
 
     def _finish(self, rows: int) -> None:
         self.session.state[StateField.LOGICAL] += rows

@@ -14,7 +14,7 @@ from kernels.layout import BlockLayout, StateField, TableField
 from kernels.round import RoundPlan
 from memory.hot import HotCache
 from memory.offload import OffloadSession
-from memory.rounds import Query, Rounds, attend_gathered
+from memory.rounds import Picked, Query, Rounds, attend_gathered
 from memory.session import SessionMemory
 
 __all__ = ["WatchedRounds"]
@@ -39,35 +39,14 @@ class WatchedRounds:
         """See Rounds."""
         self._inner.fetch(plan, layer, scratch)
 
-    def gather(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def gather(self, of: Picked, out: Tensor) -> None:
         """See Rounds."""
-        self._inner.gather(table, group, layer_in_group, layer, place_of, plan, scratch, out)
-        self._check(lambda: self._check_gather(table, layer, place_of, plan, out))
+        self._inner.gather(of, out)
+        self._check(lambda: self._check_gather(of.table, of.layer, of.place_of, of.plan, out))
 
-    def attend(
-        self,
-        table: Tensor,
-        group: int,
-        layer_in_group: int,
-        layer: int,
-        place_of: Tensor,
-        plan: RoundPlan,
-        scratch: Tensor | None,
-        compact: Tensor,
-        query: Query,
-    ) -> Tensor:
+    def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of the gather, so that what is read is checked."""
-        return attend_gathered(self, self._layout, table, group, layer_in_group, layer, place_of, plan, scratch, compact, query)
+        return attend_gathered(self, self._layout, of, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""

@@ -17,7 +17,7 @@ from kernels.round import RoundPlan, begin_round
 from memory import AppendChunk, Arena, Copyback, Ledger, Offload, Placement, Pool, Resident, barrier, registration_for, verify_mirror
 from memory.backing import Slabs
 from memory.copyback import copy_bytes
-from memory.rounds import OffloadRounds, ResidentRounds, Rounds
+from memory.rounds import OffloadRounds, Picked, ResidentRounds, Rounds
 from memory.staging import pinned
 from memory.table import StepTable
 from streams import Backend, CpuBackend, Event
@@ -117,7 +117,7 @@ class DeviceLife:
                 plan.selection.copy_(selection, non_blocking=True)
                 self.rounds.plan(self.table.tensor, group, self.place_of, mirrored, plan)
                 for number, layer in enumerate(layers):
-                    self.rounds.gather(self.table.tensor, group, number, layer, self.place_of, plan, None, compact[layer])
+                    self.rounds.gather(Picked(self.table.tensor, group, number, layer, self.place_of, plan, None), compact[layer])
             copy_bytes(found, compact[:, 0])
             session.state[StateField.LOGICAL : StateField.LOGICAL + 1].add_(rows)
 
