@@ -4,22 +4,19 @@ The table goes to standard output, all else to standard error. Exit code: 0 all 
 """
 
 import argparse
-import asyncio
 import dataclasses
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
-from rich.console import Console
 from rich.text import Text
 
 from engine.commands.bench_decode import add_model, placements_of
 from engine.commands.command import Command, Invocation
-from engine.commands.measuring import Bars, count_of, json_target, results
+from engine.commands.measuring import count_of, json_target, measured, results
 from engine.errors import BadSetting
-from engine.gate import parse_history, write_json
-from engine.gate.machine import machine
+from engine.gate import parse_history
 from engine.settings import parse_integer
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -69,15 +66,7 @@ def _plan(invocation: Invocation) -> "AppendPlan":
 async def _measure(plan: "AppendPlan", target: Path | None) -> "Appends":
     from engine.bench.append import as_json, run_appends
 
-    bars = Bars("bench.running", Console(file=sys.stderr))
-    try:
-        found = await run_appends(plan, bars)
-    finally:
-        bars.close()
-    if target is not None:
-        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
-        write_json(target, as_json(plan, found, facts))
-    return found
+    return await measured(partial(run_appends, plan), partial(as_json, plan), target, probe=plan.engine.device != "cpu")
 
 
 def run(invocation: Invocation) -> int:

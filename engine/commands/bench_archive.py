@@ -4,20 +4,16 @@ The table goes to standard output, all else to standard error. Exit code: 0, 2 a
 """
 
 import argparse
-import asyncio
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
-from rich.console import Console
 from rich.text import Text
 
 from engine.commands.bench_decode import add_model
 from engine.commands.command import Command, Invocation
-from engine.commands.measuring import Bars, count_of, json_target, results
-from engine.gate import write_json
-from engine.gate.machine import machine
+from engine.commands.measuring import count_of, json_target, measured, results
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from engine.bench.archive import Archived, ArchivePlan
@@ -39,15 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 async def _measure(plan: "ArchivePlan", target: Path | None) -> "Archived":
     from engine.bench.archive import as_json, run_archives
 
-    bars = Bars("bench.running", Console(file=sys.stderr))
-    try:
-        found = await run_archives(plan, bars)
-    finally:
-        bars.close()
-    if target is not None:
-        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
-        write_json(target, as_json(plan, found, facts))
-    return found
+    return await measured(partial(run_archives, plan), partial(as_json, plan), target, probe=plan.engine.device != "cpu")
 
 
 def run(invocation: Invocation) -> int:

@@ -4,20 +4,17 @@ The table goes to standard output, all else to standard error. Exit code: 0 all 
 """
 
 import argparse
-import asyncio
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from rich.console import Console
 from rich.text import Text
 
 from engine.commands.command import Command, Invocation
-from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results
-from engine.gate import parse_history, write_json
-from engine.gate.machine import machine
+from engine.commands.measuring import add_json, count_of, engine_flags, json_target, measured, results
+from engine.gate import parse_history
 from engine.settings import SETTINGS, add_flags
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -70,15 +67,7 @@ def _load(invocation: Invocation) -> "Load":
 async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
     from engine.bench.decode import as_json, compare
 
-    bars = Bars("bench.running", Console(file=sys.stderr))
-    try:
-        found = await compare(plan, bars)
-    finally:
-        bars.close()
-    if target is not None:
-        facts = await asyncio.to_thread(machine, probe=plan.engine.device != "cpu")
-        write_json(target, as_json(plan, found, facts))
-    return found
+    return await measured(partial(compare, plan), partial(as_json, plan), target, probe=plan.engine.device != "cpu")
 
 
 def run(invocation: Invocation) -> int:

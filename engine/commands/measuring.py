@@ -1,19 +1,24 @@
 """What commands that measure share: counts as flags, where the JSON goes, bars, and how a table is printed."""
 
 import argparse
+import asyncio
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from engine.commands.display import Bar
 from engine.errors import BadSetting
+from engine.gate import write_json
+from engine.gate.machine import machine
 from engine.settings import SETTINGS, parse_integer
 
-__all__ = ["Bars", "add_json", "count_of", "engine_flags", "json_target", "results"]
+__all__ = ["Bars", "add_json", "count_of", "engine_flags", "json_target", "measured", "results"]
 
+_Found = TypeVar("_Found")
 _PLAIN_WIDTH = 160  # where there is no terminal to ask
 
 
@@ -50,6 +55,23 @@ def json_target(options: Mapping[str, object]) -> Path | None:
 def results() -> Console:
     """Standard output, wide where nobody looks."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+
+
+async def measured(
+    measure: Callable[["Bars"], Awaitable[_Found]], as_json: Callable[[_Found, Mapping[str, Any]], Any], target: Path | None, *, probe: bool
+) -> _Found:
+    """Measure under a bar and write the JSON, if one is asked for.
+
+    Args: as_json: what is found and the machine's facts, as JSON. probe: whether the machine's device is asked too.
+    """
+    bars = Bars("bench.running", Console(file=sys.stderr))
+    try:
+        found = await measure(bars)
+    finally:
+        bars.close()
+    if target is not None:
+        write_json(target, as_json(found, await asyncio.to_thread(machine, probe=probe)))
+    return found
 
 
 class Bars:
