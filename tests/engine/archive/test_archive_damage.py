@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import ArchiveFailed, ArchiveRefused, ForebayError
 from engine.search.tiny import TinyModel, prompt
 from tests.engine.archive.archive_world import Picture, export, identity, read
-from tests.engine.archive.test_archive_engine import held, say, session_of
+from tests.engine.archive.engines import held, say, session_of
 from tests.engine.runs import small
 
 
