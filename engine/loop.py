@@ -43,8 +43,8 @@ class StepLoop:
         """Args: draft_depth: drafts a step; None: auto. stores: how histories are kept for later requests; None: they are not."""
         self.stage = stage
         self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
-        # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self.stored = None if stores is None else StoredSessions(stage, stores, self._close_session)
+        # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, spare_rows=3 * self.depth.most)
         self.decoding: list[Request] = []
         self.reads = Reads()  # of sessions that are closed
