@@ -1,9 +1,9 @@
 """An order read from a tape: a virtual run that completes operations as a recorded run did.
 
-Submissions are compared one by one: number, stream, label, session, `after`, payload; sessions may have other names, one for one. A
-completion is held until every submission that the tape has before it has been made, and then published before the host does anything
-else, so that the host sees at each submission what it saw then. Failures on the tape that the device caused are repeated; the work's own
-failures must happen again by themselves.
+Submissions are compared one by one: number, stream, label, session, `after`, what the stream waited for, payload; sessions may have other
+names, one for one. A completion is held until every submission that the tape has before it has been made, and then published before the
+host does anything else, so that the host sees at each submission what it saw then. Failures on the tape that the device caused are
+repeated; the work's own failures must happen again by themselves.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class ReplayOrder:
             self._tape_name.setdefault(asked.session, taped.session) != taped.session
         ):
             raise TapeMismatch(f"the run submits {asked} for session {asked.session!r}; the tape has it for another, {taped.session!r}")
-        for field in ("label", "stream", "after", "payload_bytes"):
+        for field in ("label", "stream", "after", "waits", "payload_bytes"):
             has, wants = getattr(taped, field), getattr(asked, field)
             if has != wants:
                 raise TapeMismatch(f"the run submits {asked}; the tape has {taped} there: {field} {wants!r} against {has!r}")

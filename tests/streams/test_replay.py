@@ -225,7 +225,7 @@ async def test_program_that_submits_something_else_fails_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("label", "edited"), ("stream", "z"), ("session", "s9"), ("after", (0,)), ("payload_bytes", 99)]
+    ("field", "value"), [("label", "edited"), ("stream", "z"), ("session", "s9"), ("after", (0,)), ("waits", (1,)), ("payload_bytes", 99)]
 )
 async def test_edited_submission_fails_at_its_event(field: str, value: Any) -> None:
     """A tape whose submission was edited fails at that event and names it and the field."""
@@ -234,6 +234,26 @@ async def test_edited_submission_fails_at_its_event(field: str, value: Any) -> N
     message = await _mismatch(_edited(tape, place, msgspec.structs.replace(tape.records[place], **{field: value})))
     assert "operation 4 (add on" in message
     assert field in message
+
+
+async def test_a_wait_between_streams_that_is_missing_or_new_fails_at_its_event() -> None:
+    """A run whose stream waits for less, for more or for something else than on the tape fails at the submission behind it, by name."""
+
+    async def run(backend: Backend, waited: tuple[int, ...]) -> None:
+        events = [backend.stream(name).submit(nothing, label=f"first {name}") for name in ("a", "b")]
+        for place in waited:
+            backend.stream("c").wait(events[place])
+        await backend.stream("c").submit(nothing, label="behind")
+        await backend.close()
+
+    _, tape = await _taped(lambda observer: VirtualBackend(0, observer=observer), lambda backend: run(backend, (1,)))
+    await run(VirtualBackend(ReplayOrder(tape)), (1,))
+    for wrong, says in (((), r"\(\)"), ((0, 1), r"\(0, 1\)"), ((0,), r"\(0,\)")):
+        backend = VirtualBackend(ReplayOrder(tape))
+        with pytest.raises(TapeMismatch, match=rf"operation 2 \(behind on c\).*waits {says} against \(1,\)"):
+            await run(backend, wrong)
+        with pytest.raises(TapeMismatch):
+            await backend.close()
 
 
 async def test_sessions_may_have_other_names_but_not_mix() -> None:
