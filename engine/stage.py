@@ -29,14 +29,14 @@ from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Stream
 from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
-_HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
+HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
 _ACTIVATIONS_SHARE = 0.06  # of a device's memory, kept from sessions: activations, scratch, graphs
 _ACTIVATIONS_BYTES = 1 << 30  # and at least this
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
 PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
 
-__all__ = ["Stage", "StageStreams", "open_stage"]
+__all__ = ["HOT_ROWS", "Stage", "StageStreams", "activations_bytes", "open_stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def open_stage(
     placement: Placement
     rounds: Rounds
     if config.placement == "offload":
-        hot_rows = config.hot_rows or _HOT_ROWS
+        hot_rows = config.hot_rows or HOT_ROWS
         placement = Offload(
             layout, arena, pool, hidden=facts.hidden, hot_rows=hot_rows, picks=facts.top_k, chunk_rows=config.append_chunk_rows
         )
@@ -147,7 +147,12 @@ def _device_budget(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - max(_ACTIVATIONS_BYTES, int(_ACTIVATIONS_SHARE * total)))
+    return max(0, free - activations_bytes(total))
+
+
+def activations_bytes(device_bytes: int) -> int:
+    """What of a device's `device_bytes` is kept from sessions."""
+    return max(_ACTIVATIONS_BYTES, int(_ACTIVATIONS_SHARE * device_bytes))
 
 
 def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:

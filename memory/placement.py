@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, RING_BLOCKS, STATE_FIELDS, BlockLayout
+from kernels.layout import BLOCK_ROWS, BlockLayout
 from memory.append import blocks_of, pages_of
 from memory.arena import Arena, ArenaStatistics
 from memory.copyback import Copyback
@@ -25,6 +25,7 @@ from memory.fork import begin, rest, shared_units
 from memory.history import BlockStore, DeviceBlocks
 from memory.hot import HotCache
 from memory.keys import KeyPages
+from memory.needs import Needs, hot_bytes, hot_slots, offload_needs, resident_needs, shared_bytes
 from memory.offload import OffloadSession
 from memory.pool import Pool, PoolStatistics, allocated
 from memory.resident import ResidentSession
@@ -33,14 +34,6 @@ from memory.session import Holdings, SessionMemory, Shared
 from streams import Stream
 
 __all__ = ["Needs", "Offload", "Placement", "PlacementStatistics", "Resident"]
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Allocated bytes of one session, per tier."""
-
-    host_bytes: int
-    device_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +90,6 @@ class Placement(Protocol):
     def close(self) -> None:
         """Let go of the stage's own buffers. All sessions are closed by then; arena and pool are the caller's."""
         ...
-
-
-def _shared_bytes(layout: BlockLayout, hidden: int, tokens_max: int) -> int:
-    """Device bytes that a session of either placement takes: tables, pages, state and hidden states."""
-    pages = pages_of(tokens_max)
-    tables = allocated(8 * blocks_of(tokens_max)) + allocated(8 * layout.key_layers * pages)
-    spans = pages * allocated(layout.key_layers * layout.key.page_bytes)
-    return tables + spans + allocated(8 * STATE_FIELDS) + allocated(4 * HIDDEN_ROWS * hidden)
 
 
 def _units_bytes(layout: BlockLayout, shared: Shared, block_bytes: int) -> tuple[int, int]:
@@ -182,14 +167,10 @@ class Offload:
         self.append_ring = AppendRing(layout, chunk_rows, pool)
 
     def _slots(self, positions_max: int) -> int:
-        return max(self._picks, min(self._hot_rows, positions_max))
+        return hot_slots(self._hot_rows, self._picks, positions_max)
 
     def _hot_bytes(self, tokens_max: int) -> int:
-        positions = BLOCK_ROWS * blocks_of(tokens_max)
-        return sum(
-            allocated(HotCache.bytes_needed(len(group), self._slots(positions), positions, self._layout.row.row_bytes))
-            for group in self._layout.groups
-        )
+        return hot_bytes(self._layout, self._hot_rows, self._picks, tokens_max)
 
     def _take_hot(self, tokens_max: int, undo: ExitStack) -> list[HotCache]:
         positions = BLOCK_ROWS * blocks_of(tokens_max)
@@ -202,9 +183,7 @@ class Offload:
 
     def needs(self, tokens_max: int) -> Needs:
         """See Placement."""
-        ring = allocated(RING_BLOCKS * self._layout.block_bytes)
-        device = _shared_bytes(self._layout, self._hidden, tokens_max) + ring + self._hot_bytes(tokens_max)
-        return Needs(blocks_of(tokens_max) * self._layout.block_bytes, device)
+        return offload_needs(self._layout, self._hidden, self._hot_rows, self._picks, tokens_max)
 
     def open(self, session_id: str, tokens_max: int) -> OffloadSession:
         """See Placement."""
@@ -274,7 +253,7 @@ class Offload:
         if tokens_max <= holdings.tokens_max:
             return self._wake(session)
         more = blocks_of(tokens_max) - session.history.blocks_max
-        shared = _shared_bytes(self._layout, self._hidden, tokens_max) - _shared_bytes(self._layout, self._hidden, holdings.tokens_max)
+        shared = shared_bytes(self._layout, self._hidden, tokens_max) - shared_bytes(self._layout, self._hidden, holdings.tokens_max)
         device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings)
         _check_room(Needs(more * self._layout.block_bytes, device), self.arena, self.pool)
         with ExitStack() as undo:
@@ -316,8 +295,7 @@ class Resident:
 
     def needs(self, tokens_max: int) -> Needs:
         """See Placement."""
-        blocks = blocks_of(tokens_max) * allocated(self._layout.block_bytes)
-        return Needs(0, _shared_bytes(self._layout, self._hidden, tokens_max) + blocks)
+        return resident_needs(self._layout, self._hidden, tokens_max)
 
     def open(self, session_id: str, tokens_max: int) -> ResidentSession:
         """See Placement."""

@@ -65,12 +65,17 @@ class AppendRing:
     def __init__(self, layout: BlockLayout, chunk_rows: int, pool: Pool) -> None:
         assert chunk_rows >= 1, f"chunks of {chunk_rows} rows"
         self.chunk_rows = chunk_rows
-        self.blocks = chunk_rows // BLOCK_ROWS + 2  # a chunk may begin and end inside a block
+        self.blocks = self.blocks_for(chunk_rows)
         self._block_bytes = layout.block_bytes
         self._pool = pool
         self.buffer = pool.take(self.blocks * layout.block_bytes, "append ring")  # uint8
         self._chunk_of = ""  # session whose chunk is open
         self._last: list[Event[Any]] = []  # operations that may still touch the buffer
+
+    @staticmethod
+    def blocks_for(chunk_rows: int) -> int:
+        """Blocks for chunks of up to `chunk_rows` rows: one may begin and end inside a block."""
+        return chunk_rows // BLOCK_ROWS + 2
 
     def block_view(self, number: int) -> Tensor:
         """uint8 [block_bytes]: block `number` of the chunk, counted from the one its first row lies in."""
