@@ -24,7 +24,8 @@ Parts, from the bytes up
     session.py     the protocol of a session's memory, and what both placements hold alike
     offload.py, resident.py   the two implementations
     fork.py        a second session from the first rows of one: what is shared and what is copied
-    placement.py   `Offload` and `Resident`: made once, they open, fork, grow, rest and refuse sessions
+    idle.py        what a session between two turns gives up: reservations, pages of index keys
+    placement.py   `Offload` and `Resident`: made once, they open, fork, grow, rest, shed and refuse sessions
     barrier.py     flush, await, check
 
 Invariants

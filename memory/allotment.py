@@ -126,9 +126,14 @@ class Allotment(Generic[Id]):
         self.ids[index] = fresh
         return unit
 
-    def rest(self) -> int:
-        """Give up what is reserved and not held; `grow` asks for it again. Returns units given up. Nothing may be spare."""
+    def rest(self, kept: int | None = None) -> int:
+        """Give up what is reserved and not held; `grow` asks for it again. Returns reserved units given up. Nothing may be spare.
+
+        Args: kept: hold only that many of the first units; those that `ensure` brings in place of the others are the caller's to fill.
+        """
         assert not self._spare, f"{len(self._spare)} spare units"
+        while kept is not None and len(self.ids) > kept:
+            self._store.release(self.ids.pop())
         given = self._reserved
         self._store.unreserve(given)
         self._reserved, self.units_max = 0, len(self.ids)

@@ -1,13 +1,14 @@
 """A second session from the first rows of one: whole blocks and pages are shared, the tail is copied.
 
-Also the other side of sharing: `own_page`, and the rest of idle sessions. Holds nothing. Knows both placements through what they
-have in common; `placement.py` opens the new session over the shared units.
+Also the other side of sharing: `own_page`. Holds nothing. Knows both placements through what they have in common; `placement.py` opens
+the new session over the shared units.
 
 Invariants:
 1. Shared units never change: a block is shared once it is full and, offloaded, in RAM; a page once it is full. Whoever cuts into a shared
    one gets one of its own first.
 2. Nobody waits: copies run on the stream that steps begin on, behind the steps that wrote what they read and before those that replace it.
 3. The tail block and the tail page are copied whole: what lies in them past the last row comes along.
+4. Pages that an idle source has given up are filled from its blocks; the source itself stays without.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +22,11 @@ from memory.append import blocks_of
 from memory.arena import BlockId
 from memory.copyback import Copyback, copy_bytes, first_cause, write_state
 from memory.history import BlockStore
-from memory.keys import span_of
+from memory.keys import PAGE_BLOCKS, key_moves, span_of
 from memory.session import Holdings, SessionMemory, Shared
 from streams import Event, Full, Stream
 
-__all__ = ["begin", "own_page", "rest", "shared_rows", "shared_units"]
+__all__ = ["begin", "own_page", "shared_rows", "shared_units"]
 
 
 def shared_rows(source: SessionMemory, rows: int) -> int:
@@ -36,7 +37,8 @@ def shared_rows(source: SessionMemory, rows: int) -> int:
 
 def shared_units(source: SessionMemory, rows: int) -> Shared:
     """References to the blocks and pages that a fork of the first `rows` rows shares; the caller holds them now."""
-    return Shared(source.history.share(shared_rows(source, rows) // BLOCK_ROWS), source.pages.share(rows // PAGE_KEYS))
+    pages = min(rows // PAGE_KEYS, source.pages.pages)
+    return Shared(source.history.share(shared_rows(source, rows) // BLOCK_ROWS), source.pages.share(pages))
 
 
 def begin(
@@ -52,17 +54,21 @@ def begin(
     assert 1 <= rows <= counts.committed, f"a fork of {rows} rows of {counts!r}"
     mirrored = 0 if source.ring is None else shared
     target.ensure_rows(rows, compute)
-    moves, ends = [], []
+    moves, ends, sources = [], [], {}
     for block in range(shared // BLOCK_ROWS, blocks_of(rows)):
         if source.ring is not None and block < counts.mirrored // BLOCK_ROWS:
             # Only RAM is sure to hold it; the reference keeps the source from writing there, should it be cut meanwhile.
-            moves.append((target.device_block(block), source.mirror_block(block)))
+            sources[block] = source.mirror_block(block)
             ends.append(partial(_release, source.history.store, source.history.share(block + 1, block)))
         else:
-            moves.append((target.device_block(block), source.device_block(block)))
-    if rows % PAGE_KEYS:
+            sources[block] = source.device_block(block)
+        moves.append((target.device_block(block), sources[block]))
+    if rows % PAGE_KEYS and rows // PAGE_KEYS < source.pages.pages:
         page = rows // PAGE_KEYS
         moves.append((span_of(target.pages, page), span_of(source.pages, page)))
+    first = PAGE_BLOCKS * source.pages.pages
+    kept = [sources[block] if block in sources else target.history.view(block) for block in range(first, blocks_of(rows))]
+    moves += key_moves(target.pages, first, kept)
     moves.append((target.hidden, source.hidden))
     work = partial(_copy, moves, target.state, rows, mirrored)
     reads, writes = [each for _, each in moves], [each for each, _ in moves]
@@ -83,7 +89,7 @@ def begin(
 def own_page(holdings: Holdings, rows: int, stream: Stream) -> None:
     """Before a cut to `rows` rows: hold a copy of the page it goes through if others share it. Raises DoesNotFit; nothing changed."""
     pages, page = holdings.pages, rows // PAGE_KEYS
-    if rows % PAGE_KEYS == 0 or not pages.allotment.shared(page):
+    if rows % PAGE_KEYS == 0 or page >= pages.pages or not pages.allotment.shared(page):
         return
     source = span_of(pages, page)
     write, release = pages.replace(page)
@@ -96,13 +102,6 @@ def own_page(holdings: Holdings, rows: int, stream: Stream) -> None:
     event = holdings.submit(stream, "own page", own, reads=[source], writes=[target, write.entries])
     event.on_done(partial(_broken_by, holdings))
     holdings.operations.when_idle(release)
-
-
-def rest(holdings: Holdings) -> bool:
-    """Give up everything reserved beyond the present rows; returns whether that was anything. Nothing of the session may be in flight."""
-    given = (holdings.history.allotment.rest(), holdings.pages.allotment.rest())
-    holdings.tokens_max = holdings.counts.logical
-    return any(given)
 
 
 def _release(store: BlockStore, blocks: Sequence[BlockId]) -> None:

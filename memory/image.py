@@ -17,18 +17,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
+from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from memory.append import blocks_of
 from memory.barrier import barrier
 from memory.copyback import Copyback, write_state
-from memory.keys import span_of
+from memory.keys import key_moves
 from memory.session import SessionMemory
 from memory.staging import behind_fills, landing, pinned
 from streams import Stream
 
 __all__ = ["Image", "Loading", "read_out"]
-
-_PAGE_BLOCKS = PAGE_KEYS // BLOCK_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class Loading:
         session = self._session
         blocks = range(first, stop)
         sources = [self.target(block) for block in blocks]
-        moves = self._keys_moves(first, sources)
+        moves = key_moves(session.pages, first, sources)
         for block, source in zip(blocks, sources, strict=True):
             if (place := self._place_of(block)) is not None:
                 moves.append((place, source))
@@ -114,18 +112,6 @@ class Loading:
         if self._session.ring is None or block >= self._rows // BLOCK_ROWS:
             return self._session.device_block(block)
         return None
-
-    def _keys_moves(self, first: int, sources: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Targets in the pages, and sources, of consecutive blocks' keys, each uint8 [key layers, 64 * key_bytes]."""
-        layout, moves = self._layout, []
-        page, span = -1, sources[0]
-        for block, source in enumerate(sources, first):
-            if block // _PAGE_BLOCKS != page:
-                page = block // _PAGE_BLOCKS
-                span = span_of(self._session.pages, page).view(layout.key_layers, _PAGE_BLOCKS, layout.key_layer_bytes)
-            keys = source[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)
-            moves.append((span[:, block % _PAGE_BLOCKS], keys))
-        return moves
 
     async def finish(self, hidden: Tensor, hidden_from: int) -> None:
         """All blocks are placed: the session has its rows. Args: hidden, hidden_from: as `Image`'s."""

@@ -19,21 +19,23 @@ import numpy
 import torch
 from torch import Tensor
 
-from kernels.layout import BlockLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout
 from memory.allotment import Allotment
 from memory.history import TableWrite
 from memory.pool import Pool
 from memory.staging import pinned
 
-__all__ = ["KeyPages", "PageId", "PageTable", "span_of"]
+__all__ = ["PAGE_BLOCKS", "KeyPages", "PageId", "PageTable", "key_moves", "span_of"]
 
 PageId = NewType("PageId", int)  # names a span: page n of every key layer
+PAGE_BLOCKS = PAGE_KEYS // BLOCK_ROWS
 
 
 class KeyPages:
     """Spans of one stage's pages. Loop thread only."""
 
     def __init__(self, layout: BlockLayout, pool: Pool) -> None:
+        self.layout = layout
         self.key_layers = layout.key_layers
         self.page_bytes = layout.key.page_bytes
         self.span_bytes = layout.key_layers * layout.key.page_bytes
@@ -125,7 +127,7 @@ class PageTable:
 
     @property
     def pages_max(self) -> int:
-        """Pages this table may hold, a key layer."""
+        """Pages this session may hold, a key layer; its table may have room for more."""
         return self.allotment.units_max
 
     def ensure(self, pages: int) -> TableWrite | None:
@@ -194,6 +196,19 @@ class PageTable:
 def span_of(table: PageTable, page: int) -> Tensor:
     """uint8 [key layers * 1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of every key layer."""
     return table.store.span(table.allotment.ids[page])
+
+
+def key_moves(table: PageTable, first: int, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Targets in the pages, and sources in the blocks, of the keys of consecutive blocks, each uint8 [key layers, 64 * key_bytes].
+
+    Args: first: the number of the first block; its page is held. blocks: uint8 [block_bytes] each, anywhere.
+    """
+    layout, moves = table.store.layout, []
+    for number, block in enumerate(blocks, first):
+        page, within = divmod(number, PAGE_BLOCKS)
+        span = span_of(table, page).view(layout.key_layers, PAGE_BLOCKS, layout.key_layer_bytes)
+        moves.append((span[:, within], block[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)))
+    return moves
 
 
 def _release(pages: KeyPages, span: PageId) -> None:

@@ -48,6 +48,11 @@ class OffloadSession:
         self._mapped = Glance(holdings.state.device, len(hot))
         self._layout = layout
         self._table_layout = TableLayout(layout.key_layers)
+        holdings.kept_block = self._kept_block
+
+    def _kept_block(self, block: int) -> Tensor:
+        """RAM for blocks that are whole there, the ring for those behind."""
+        return self.history.view(block) if block < self.counts.mirrored // BLOCK_ROWS else self._ring.block_view(block)
 
     def table_row(self, rows: int) -> list[int]:
         """See SessionMemory."""

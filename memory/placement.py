@@ -21,9 +21,10 @@ from memory.append import blocks_of, pages_of
 from memory.arena import Arena, ArenaStatistics
 from memory.copyback import Copyback
 from memory.errors import DoesNotFit
-from memory.fork import begin, rest, shared_units
+from memory.fork import begin, shared_units
 from memory.history import BlockStore, DeviceBlocks
 from memory.hot import HotCache
+from memory.idle import bytes_shed, is_shed, rest, shed, wake_pages
 from memory.keys import KeyPages
 from memory.needs import Needs, hot_bytes, hot_slots, offload_needs, resident_needs, shared_bytes
 from memory.offload import OffloadSession
@@ -80,6 +81,14 @@ class Placement(Protocol):
         """An idle session gives up its hot caches and what it has reserved; a `grow` brings it back. Nothing of it may be in flight.
 
         Returns: whether that freed anything.
+        """
+        ...
+
+    def shed(self, session: SessionMemory, *, shared: bool) -> bool:
+        """An idle session rests and gives up pages of its index keys, which its next turn fills from its blocks again.
+
+        Args: shared: also those that other sessions hold, which frees them once nobody does. Nothing of it may be in flight.
+        Returns: whether that gave anything up.
         """
         ...
 
@@ -230,16 +239,24 @@ class Offload:
         return given or bool(hot)
 
     def _wake(self, session: OffloadSession) -> bool:
-        """Give a session at rest whose tables are long enough its hot caches back. Raises DoesNotFit; returns whether it was at rest."""
-        if session.hot:
+        """Give a session at rest with tables long enough hot caches and pages back. Raises DoesNotFit; returns whether it was at rest."""
+        holdings = session.holdings
+        if session.hot and not is_shed(holdings):
             return False
-        tokens_max = session.holdings.tokens_max
-        _check_room(Needs(0, self._hot_bytes(tokens_max)), self.arena, self.pool)
+        hot_bytes = 0 if session.hot else self._hot_bytes(holdings.tokens_max)
+        _check_room(Needs(0, hot_bytes + bytes_shed(holdings)), self.arena, self.pool)
         with ExitStack() as undo:
-            hot = self._take_hot(tokens_max, undo)
+            hot = session.hot or self._take_hot(holdings.tokens_max, undo)
+            wake_pages(holdings)
             undo.pop_all()
         session.hot = hot
         return True
+
+    def shed(self, session: SessionMemory, *, shared: bool) -> bool:
+        """See Placement."""
+        assert isinstance(session, OffloadSession), "a session of another placement"
+        rested = self.rest(session)
+        return shed(session.holdings, shared=shared) or rested
 
     def _give_hot(self, caches: Sequence[HotCache]) -> None:
         for cache in caches:
@@ -254,7 +271,7 @@ class Offload:
             return self._wake(session)
         more = blocks_of(tokens_max) - session.history.blocks_max
         shared = shared_bytes(self._layout, self._hidden, tokens_max) - shared_bytes(self._layout, self._hidden, holdings.tokens_max)
-        device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings)
+        device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings) + bytes_shed(holdings)
         _check_room(Needs(more * self._layout.block_bytes, device), self.arena, self.pool)
         with ExitStack() as undo:
             tables = _grow_tables(holdings, tokens_max, undo)
@@ -327,15 +344,21 @@ class Resident:
         _check_still(session.holdings)
         return rest(session.holdings)
 
+    def shed(self, session: SessionMemory, *, shared: bool) -> bool:
+        """See Placement. Keys lie in the device's blocks too."""
+        assert isinstance(session, ResidentSession), "a session of another placement"
+        rested = self.rest(session)
+        return shed(session.holdings, shared=shared) or rested
+
     def grow(self, session: SessionMemory, tokens_max: int) -> bool:
         """See Placement."""
         assert isinstance(session, ResidentSession), "a session of another placement"
         holdings = session.holdings
         _check_still(holdings)
         if tokens_max <= holdings.tokens_max:
-            return False
+            return wake_pages(holdings)
         device = self.needs(tokens_max).device_bytes - self.needs(holdings.tokens_max).device_bytes
-        _check_room(Needs(0, device + _tables_bytes(holdings)), self.arena, self.pool)
+        _check_room(Needs(0, device + _tables_bytes(holdings) + bytes_shed(holdings)), self.arena, self.pool)
         with ExitStack() as undo:
             tables = _grow_tables(holdings, tokens_max, undo)
             undo.pop_all()

@@ -22,12 +22,12 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, STATE_FIELDS, StateField, TableField, TableLayout
 from memory.append import AppendChunk, blocks_of, pages_of
 from memory.arena import BlockId
-from memory.copyback import Copyback, first_cause, write_state
+from memory.copyback import Copyback, copy_bytes, first_cause, write_state
 from memory.counts import CountsSnapshot, RowCounts
 from memory.errors import CopybackInFlight
 from memory.history import BlockStore, History, TableWrite
 from memory.hot import HotStatistics
-from memory.keys import KeyPages, PageId, PageTable
+from memory.keys import PAGE_BLOCKS, KeyPages, PageId, PageTable, key_moves
 from memory.operations import Operations
 from memory.pool import Pool
 from memory.ring import Ring
@@ -157,6 +157,8 @@ class Holdings:
         self.pool = pool
         self.closed = False
         self.chunk_open = False
+        self.keys_shed = False  # whether pages of rows that it has were given up and are not filled again yet
+        self.kept_block: Callable[[int], Tensor]  # where a full or partial block of committed rows is to be read, uint8 [block_bytes]
         with ExitStack() as undo:
             pages = undo.enter_context(ExitStack())
             for page in shared.pages:
@@ -171,6 +173,7 @@ class Holdings:
             self.hidden = pool.take(4 * HIDDEN_ROWS * hidden, "state").view(torch.float32).view(HIDDEN_ROWS, hidden)
             undo.callback(pool.give, self.hidden)
             self._parts = undo.pop_all()
+        self.kept_block = self.history.view
         write_state(self.state, StateField.BAD_LAYER, -1)
 
     def begin_chunk(self, rows: int) -> tuple[int, int]:
@@ -201,7 +204,7 @@ class Holdings:
         fields[TableField.RING] = ring_address
         fields[TableField.BLOCKS] = self.history.table.data_ptr()
         fields[TableField.PAGES] = self.pages.table.data_ptr()
-        fields[TableField.PAGES_MAX] = self.pages.pages_max
+        fields[TableField.PAGES_MAX] = self.pages.table.shape[1]  # after a rest it has room for more than the session may hold
         fields[TableField.HIDDEN] = self.hidden.data_ptr()
         return fields
 
@@ -209,12 +212,24 @@ class Holdings:
         """See SessionMemory."""
         assert not self.closed, f"session {self.session_id} is closed"
         assert upper <= self.tokens_max, f"{upper} rows in a session of {self.tokens_max}"
+        held = self.pages.pages
         writes = [write for write in (self.history.ensure(blocks_of(upper)), self.pages.ensure(pages_of(upper))) if write is not None]
         if not writes:
             return False
         written = self.submit(stream, "tables", partial(_write_all, writes), writes=[write.entries for write in writes])
         written.on_done(self._broken_by)  # the entries would be stale for ever: nobody may step on them
+        if self.keys_shed:
+            self._fill_pages(held, stream)
         return True
+
+    def _fill_pages(self, first: int, stream: Stream) -> None:
+        """Bring the keys of the present rows to the pages from `first` on, from where the session's blocks are."""
+        self.keys_shed = False
+        blocks = range(PAGE_BLOCKS * first, blocks_of(self.counts.logical))
+        moves = key_moves(self.pages, blocks.start, [self.kept_block(block) for block in blocks])
+        if moves:
+            reads, writes = [source for _, source in moves], [target for target, _ in moves]
+            self.submit(stream, "keys", partial(_copy_all, moves), reads=reads, writes=writes).on_done(self._broken_by)
 
     def _broken_by(self, event: Event[None]) -> None:
         error = event.error()
@@ -275,13 +290,18 @@ class Holdings:
         assert self.history.table[:blocks].tolist() == self.history.addresses[:blocks].tolist(), "the device's block table differs"
         assert self.pages.table[:, :pages].tolist() == self.pages.addresses[:, :pages].tolist(), "the device's page table differs"
         assert blocks * BLOCK_ROWS >= self.counts.logical, f"{blocks} blocks for {self.counts.logical} rows"
-        assert pages * PAGE_KEYS >= self.counts.logical, f"{pages} pages for {self.counts.logical} rows"
+        assert self.keys_shed or pages * PAGE_KEYS >= self.counts.logical, f"{pages} pages for {self.counts.logical} rows"
         assert int(self.state[StateField.MIRRORED]) >= self.counts.mirrored, "the host counts rows that the device does not"
 
 
 def _behind_fills(device: torch.device, work: Callable[[], None]) -> None:
     behind_fills(device)
     work()
+
+
+def _copy_all(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for target, source in moves:
+        copy_bytes(target, source)
 
 
 def _write_all(writes: Sequence[TableWrite]) -> None:

@@ -247,7 +247,7 @@ async def test_a_session_at_rest_holds_its_rows_and_nothing_else(backend: CpuBac
 
 MOVES = st.lists(
     st.tuples(
-        st.sampled_from(["append", "decode", "fork", "truncate", "barrier", "rest", "close"]), st.integers(0, 5), st.floats(0, 1)
+        st.sampled_from(["append", "decode", "fork", "truncate", "barrier", "rest", "shed", "close"]), st.integers(0, 5), st.floats(0, 1)
     ),
     max_size=25,
 )  # fmt: skip
@@ -306,6 +306,9 @@ async def _move(stage: Stage, alive: list[Conversation], move: str, which: int, 
     elif move == "rest":
         await one.session.operations.settle()
         stage.placement.rest(one.session)
+    elif move == "shed":
+        await one.session.operations.settle()
+        stage.placement.shed(one.session, shared=part < 0.5)
     elif move == "close":
         alive.remove(one)
         one.session.close()
