@@ -46,8 +46,12 @@ class DraftDepth:
         """Args: depth: the fixed depth; None: auto. drafts: whether the model can draft at all."""
         assert depth is None or 0 <= depth <= DRAFTS_MAX, f"a depth of {depth}"
         assert drafts or not depth, "a model without an MTP block drafts nothing"
-        self.counts = DraftCounts()
         self._fixed = 0 if not drafts else depth
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was seen: behind requests nobody asked for."""
+        self.counts = DraftCounts()
         self._rates = [_FIRST_RATE] * DRAFTS_MAX
         self._chosen = 0
         self._plain_steps = 0

@@ -31,6 +31,7 @@ from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
+from engine.reads import Reads
 from engine.request import Limits, Request
 from engine.running_tape import RunningTape
 from engine.sampling import Sampling
@@ -123,6 +124,8 @@ class Engine:
                     sessions = min(config.decode_batch_limit, max(1, room // _WARM_TOKENS))
                     await warm_up(engine.generate, sessions=sessions, rows=max(1, min(config.append_chunk_rows, room)))
                     engine._drop_stored()  # nobody will ask for what warmed it
+                    engine._loop.depth.restart()
+                    engine._loop.reads = Reads()
                 yield engine
         finally:
             if owned is not None:

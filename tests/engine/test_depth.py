@@ -71,3 +71,14 @@ def test_counts_are_by_place_in_the_run() -> None:
     assert counts.accepted == (2, 1, 0, 0, 0, 0, 0)
     with pytest.raises(AssertionError, match="3 of 2"):
         counts.plus(2, 3)
+
+
+def test_a_restarted_chooser_is_a_new_one() -> None:
+    """What warmed a device up neither counts as drafts nor biases the first choice."""
+    worn, new = DraftDepth(None, drafts=True), DraftDepth(None, drafts=True)
+    for _ in range(50):
+        worn.note(worn.choose(1), 0)
+    assert worn.choose(1) != new.choose(1)
+    worn.restart()
+    assert worn.counts == DraftCounts()
+    assert [worn.choose(sessions) for sessions in (1, 4, 16)] == [new.choose(sessions) for sessions in (1, 4, 16)]
