@@ -8,6 +8,7 @@ Invariants:
    one gets one of its own first.
 2. Nobody waits: copies run on the stream that steps begin on, behind the steps that wrote what they read and before those that replace it.
 3. The tail block and the tail page are copied whole: what lies in them past the last row comes along.
+4. A fork of a session whose own fork or cut fails while it waits is broken too.
 4. Pages that an idle source has given up are filled from its blocks; the source itself stays without.
 """
 
@@ -51,6 +52,7 @@ def begin(
     Returns: the device's part, held by both sessions; work on `compute` comes after it.
     """
     counts, shared = source.counts, shared_rows(source, rows)
+    assert source.operations.broken is None, f"a fork of {source.session_id}, which is broken: {source.operations.broken}"
     assert 1 <= rows <= counts.committed, f"a fork of {rows} rows of {counts!r}"
     mirrored = 0 if source.ring is None else shared
     target.ensure_rows(rows, compute)
@@ -72,7 +74,8 @@ def begin(
     moves.append((target.hidden, source.hidden))
     work = partial(_copy, moves, target.state, rows, mirrored)
     reads, writes = [each for _, each in moves], [each for each, _ in moves]
-    event = held_by.submit(compute, "fork", work, reads=reads, writes=writes)
+    # Order alone is not enough: behind a fork or cut of the source that failed lies what nobody may have.
+    event = held_by.submit(compute, "fork", work, after=source.operations.placing, reads=reads, writes=writes, places=True)
     source.operations.hold(event)
     for end in ends:
         event.on_done(partial(_ended, end))
@@ -99,7 +102,7 @@ def own_page(holdings: Holdings, rows: int, stream: Stream) -> None:
         copy_bytes(target, source)
         write()
 
-    event = holdings.submit(stream, "own page", own, reads=[source], writes=[target, write.entries])
+    event = holdings.submit(stream, "own page", own, reads=[source], writes=[target, write.entries], places=True)
     event.on_done(partial(_broken_by, holdings))
     holdings.operations.when_idle(release)
 

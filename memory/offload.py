@@ -210,7 +210,7 @@ class OffloadSession:
         writes = [state[StateField.LOGICAL : StateField.LOGICAL + 1], *([target] if load else []), *(cache.slot_of for cache in hot)]
         writes += [] if parted is None else [parted[0].entries]
         reads: list[Tensor] = [] if source is None else [source]
-        event = self.holdings.submit(stream, "truncate", apply, reads=reads, writes=writes)
+        event = self.holdings.submit(stream, "truncate", apply, reads=reads, writes=writes, places=True)
         event.on_done(partial(_broken_by, self))
         if parted is not None:
             self.operations.when_idle(parted[1])

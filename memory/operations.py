@@ -7,6 +7,7 @@ Invariants:
 2. `when_idle` callbacks run once, when nothing is held, and never inside `when_idle` while something is.
 3. `broken` keeps the first failure and is never cleared.
 4. `frozen` while a copy of a block that is not full is in flight, whoever stopped waiting for it.
+5. `placing` is what committed rows lie behind: until it is done nobody knows whether they are where the host says.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ class Operations:
         self.last_raise: Event[Any] | None = None  # the newest raise of MIRRORED; the next one comes after it (`copyback.py`)
         self._held: dict[Event[Any], None] = {}  # in order of submission
         self._freezing: set[Event[Any]] = set()
+        self._placing: dict[Event[Any], None] = {}
         self._idle_callbacks: list[Callable[[], None]] = []
 
     @property
@@ -37,21 +39,29 @@ class Operations:
         """Whether a copy is in flight that reads rows next to those a step would write: no step may be submitted."""
         return bool(self._freezing)
 
-    def hold(self, event: Event[Any], *, freezes: bool = False) -> None:
+    @property
+    def placing(self) -> tuple[Event[Any], ...]:
+        """Operations in flight that put committed rows where they are, a fork's or a cut's: whoever copies the rows comes after."""
+        return tuple(self._placing)
+
+    def hold(self, event: Event[Any], *, freezes: bool = False, places: bool = False) -> None:
         """Count `event` as in flight until it is done; its failure is its submitter's to report. Steps of the session are given here.
 
-        Args: freezes: it reads a block that is not full, so nothing may be written to the session's rows until then.
+        Args: freezes: it reads a block that is not full, so nothing may be written to the session's rows until then. places: see `placing`.
         """
         if event.done() or event in self._held:
             return
         self._held[event] = None
         if freezes:
             self._freezing.add(event)
+        if places:
+            self._placing[event] = None
         event.on_done(self._settled)
 
     def _settled(self, event: Event[Any]) -> None:
         del self._held[event]
         self._freezing.discard(event)
+        self._placing.pop(event, None)
         if not self._held:
             callbacks, self._idle_callbacks = self._idle_callbacks, []
             for callback in callbacks:

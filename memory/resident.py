@@ -125,7 +125,7 @@ class ResidentSession:
                 copy_bytes(target, source)
 
         writes = [state[StateField.LOGICAL : StateField.LOGICAL + 1], *(target for target, _ in moves)]
-        event = self.holdings.submit(stream, "truncate", apply, reads=[source for _, source in moves], writes=writes)
+        event = self.holdings.submit(stream, "truncate", apply, reads=[source for _, source in moves], writes=writes, places=True)
         event.on_done(self._truncated)
         if release is not None:
             self.operations.when_idle(release)

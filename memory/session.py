@@ -245,11 +245,12 @@ class Holdings:
         after: Sequence[Event[Any]] = (),
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
+        places: bool = False,
     ) -> Event[None]:
-        """Submit work of the session's own, behind whatever filled its buffers, and hold it."""
+        """Submit work of the session's own, behind whatever filled its buffers, and hold it; `places`: see `Operations.placing`."""
         work = partial(_behind_fills, self.state.device, work)
         event = stream.submit(work, label=label, session=self.session_id, after=after, reads=reads, writes=writes)
-        self.operations.hold(event)
+        self.operations.hold(event, places=places)
         return event
 
     def cut(self, rows: int) -> None:

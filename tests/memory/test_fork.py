@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.layout import BLOCK_ROWS
 from memory import DoesNotFit, barrier
 from memory.offload import OffloadSession
-from streams import CpuBackend
+from streams import CpuBackend, Fault, SeededOrder, TransferFailed, VirtualBackend
 from tests.memory.memory_world import LAYOUT, Conversation, Stage, hold, release_all
 
 both = pytest.mark.parametrize("resident", [False, True], ids=["offload", "resident"])
@@ -333,3 +333,42 @@ async def _check_all(stage: Stage, alive: list[Conversation]) -> None:
         taken = stage.arena.statistics()
         assert (taken.blocks - taken.free, taken.references) == (len(held), sum(held.values()))
     assert stage.ledger.holding("device", "pages").payload_bytes == len(pages) * LAYOUT.key_layers * LAYOUT.key.page_bytes
+
+
+@both
+@pytest.mark.parametrize("what", ["fork", "truncate"])
+async def test_a_fork_behind_a_fork_or_cut_that_fails_is_broken_too(resident: bool, what: str) -> None:
+    """Whoever forks a session before its own fork or cut has failed gets rows of nobody: the fork is broken, its source's source is not."""
+    stage = Stage(VirtualBackend(SeededOrder(1, faults=(Fault(what),))), resident=resident)
+    one = stage.converse()
+    await one.append(200)
+    two = fork(one, 190)
+    if what == "truncate":
+        await two.session.operations.settle()
+        two.session.truncate(100, stage.compute)
+        del two.salts[100:]
+    three = fork(two, 90, name="three")
+    await three.session.operations.settle()
+    assert two.session.operations.broken is not None
+    assert isinstance(three.session.operations.broken, TransferFailed)
+    assert one.session.operations.broken is None
+    one.check()
+    with pytest.raises(AssertionError, match="which is broken"):
+        fork(two, 90, name="four")
+
+
+async def test_a_fork_lives_when_a_copy_of_its_source_is_lost() -> None:
+    """A lost copyback of the source says nothing of rows that a fork copies from its ring."""
+    backend = VirtualBackend(SeededOrder(1, faults=(Fault("copyback"),)))
+    stage = Stage(backend)
+    one = stage.converse()
+    copies = backend.stream("copyback").submit(lambda: None, label="before")
+    backend.hold(copies)
+    await one.decode(100, each=50)
+    two = fork(one, 60)
+    backend.release(copies)
+    await one.session.operations.settle()
+    await two.session.operations.settle()
+    assert isinstance(one.session.operations.broken, TransferFailed)
+    assert two.session.operations.broken is None
+    two.check()
