@@ -11,44 +11,40 @@ Source: design, sections 1 and 11.
 import asyncio
 import functools
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
-
-import structlog
 
 from engine.archive.identity import identity_of
 from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
 from engine.device import device_of, streams_of
-from engine.errors import BadRequest, BadSetting
+from engine.errors import BadRequest, BadSetting, NotAdmitted
 from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
+from engine.opening import name_of, stage_for, storing, tape_at
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.reads import Reads
 from engine.request import Limits, Request
-from engine.running_tape import RunningTape
 from engine.sampling import Sampling
 from engine.session import Phase, Session
 from engine.sessions import Sessions
-from engine.stage import Stage, open_stage
-from engine.stored import Storing
+from engine.stage import Stage
 from engine.synthetic import tokens_of
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.totals import Statistics, totals
 from engine.warm_up import warm_up
+from memory.errors import DoesNotFit
 from streams import Backend
 
 __all__ = ["Engine", "Statistics"]
 
-_log = structlog.get_logger("engine")
 _DEFAULT = Sampling()
 _WARM_TOKENS = 16  # of context that a warm-up request may take, and more
 
@@ -74,7 +70,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.template = template
         self.default_sampling = sampling
-        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth, _storing(config, name))
+        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth, storing(config, name))
+        self.departures = self._loop.departures  # how idle sessions leave for the disk, once somebody says where to
         self._held = Sessions(self._loop, config.sessions_max)
         self._sessions = self._held.by_id
         self._prompts = Prompts(tokenizer, template, stage.model.config.vocabulary)
@@ -106,14 +103,14 @@ class Engine:
             device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
         )  # fmt: skip
         held = await asyncio.to_thread(load) if weights is None else weights
-        tape = None if backend is not None or not config.tape else _open_tape(config.tape)
+        tape = None if backend is not None or not config.tape else tape_at(config.tape)
         owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder)
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or held.config.context_max, held.config.context_max)
-        stage = await _open_stage(held, config, streams, context_max)
+        stage = await stage_for(held, config, streams, context_max)
         engine = cls(
-            config, stage, name=_name_of(directory), tokenizer=Tokenizer.load(directory),
+            config, stage, name=name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
             sampling=default_sampling(directory),
         )  # fmt: skip
@@ -150,6 +147,7 @@ class Engine:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._loop.run(), name="step loop")
+                group.create_task(self.departures.run(), name="departures")
                 self._ready = True
                 try:
                     yield
@@ -158,7 +156,7 @@ class Engine:
                     failure = error
                 await self._shut()
         except BaseExceptionGroup as group_failure:
-            raise group_failure.exceptions[0] from None  # the loop's own: it is the only task
+            raise group_failure.exceptions[0] from None  # the loop's own: the other task raises nothing
         if failure is not None:
             raise failure
 
@@ -178,22 +176,28 @@ class Engine:
         return self._held.views()
 
     async def create_session(self, namespace: str = "") -> SessionId:
-        """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`."""
-        return self._held.create(namespace).id
+        """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`, if nobody may leave."""
+        return (await self._with_room(lambda: self._held.create(namespace))).id
 
     async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
         """A new session with the first `tokens` tokens of another one, by default all; rows are shared, and the other may be running.
 
         Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are; NotAdmitted.
         """
-        return self._held.fork(session_id, tokens, revision).id
+        return (await self._with_room(lambda: self._held.fork(session_id, tokens, revision), session_id)).id
 
     async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
         """Keep the first `tokens` tokens of a session between two turns; its revision moves if that cuts anything off.
 
         Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
         """
-        await self._held.truncate(session_id, tokens, revision)
+        while True:
+            try:
+                await self._held.truncate(session_id, tokens, revision)
+                return
+            except NotAdmitted:
+                if not await self.departures.make_room(self._sessions.get(session_id)):
+                    raise
 
     async def close_session(self, session_id: SessionId) -> None:
         """Forget a session and release its memory; a running request of it is aborted first. Raises UnknownSession."""
@@ -229,11 +233,17 @@ class Engine:
         Raises: ArchiveRefused: damaged, or of another model or format; NotAdmitted: it does not fit; ArchiveFailed. Nothing of it is held
         then, nor after a cancellation.
         """
-        self._loop.check_open()
-        taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
+        while True:
+            self._loop.check_open()
+            try:
+                taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
+                break
+            except NotAdmitted as error:
+                full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max
+                if not full or not await self.departures.make_room():
+                    raise
         self._held.used(taken)
-        if self._loop.stored is not None:
-            self._loop.stored.note(taken)
+        self._loop.stored.note(taken)
         return taken.id
 
     def generate(
@@ -253,7 +263,11 @@ class Engine:
         async def start() -> Request:
             self._loop.check_open()
             held = self._held.fresh(namespace) if session is None else self._held.find(session, namespace)
-            return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
+            held.coming += 1  # until it is queued the session looks idle
+            try:
+                return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
+            finally:
+                held.coming -= 1
 
         return Generation(start, self._loop.abort)
 
@@ -270,17 +284,26 @@ class Engine:
         except TimeoutError:
             self._abort_all()
             await self._loop.wait_idle()
+        await self.departures.settle()
+
+    async def _with_room(self, make: Callable[[], Session], spared: SessionId | None = None) -> Session:
+        """What `make` gives, with what idle sessions that leave give back for it. Raises what `make` raises."""
+        while True:
+            try:
+                return make()
+            except NotAdmitted:
+                if not await self.departures.make_room(None if spared is None else self._sessions.get(spared)):
+                    raise
 
     def _reclaim(self) -> bool:
-        return self._loop.stored is not None and self._loop.stored.reclaim(None) is not None
+        return self._loop.stored.reclaim(None) is not None
 
     def _abort_all(self) -> None:
         for request in self._loop.requests:
             self._loop.abort(request)
 
     def _drop_stored(self) -> None:
-        if self._loop.stored is not None:
-            self._loop.stored.close()
+        self._loop.stored.close()
 
     async def _shut(self) -> None:
         """Abort what runs, wait for it, close every session."""
@@ -288,6 +311,7 @@ class Engine:
         self._loop.close()
         self._abort_all()
         await self._loop.wait_idle()
+        self.departures.close()
         await self._archives.close()
         self._drop_stored()
         for session_id in list(self._sessions):
@@ -343,37 +367,3 @@ class Engine:
             )
         session.made_up = True
         session.tokens.extend(tokens_of(history, self._stage.model.config.vocabulary))
-
-
-def _storing(config: EngineConfig, name: str) -> Storing | None:
-    """How histories are stored; None: they are not. Forced selections give rows that are not their tokens'."""
-    if config.prefix_cache != "on" or config.force_miss_rate:
-        return None
-    identity = f"{name}|{config.row_format}|{config.index_key_format}|{config.latent_norm_eps}"
-    return Storing(identity.encode(), config.sessions_max)
-
-
-def _name_of(directory: Path) -> str:
-    """The directory's own name, as the model's; also for "." and the like."""
-    return directory.absolute().resolve().name
-
-
-async def _open_stage(weights: Model, config: EngineConfig, streams: Backend, context_max: int) -> Stage:
-    """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
-    if weights.device.type == "cpu":
-        return open_stage(weights, config, streams, context_max=context_max)
-    started = time.monotonic()
-
-    def told(blocks: int, blocks_max: int) -> None:
-        if blocks == blocks_max:
-            _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
-
-    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, progress=told)
-
-
-def _open_tape(name: str) -> RunningTape:
-    """Raises BadSetting when the file cannot be written."""
-    try:
-        return RunningTape(Path(name))
-    except OSError as error:
-        raise BadSetting(f"--tape: cannot write {name}: {error.strerror}") from error

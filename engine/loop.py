@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.append import AppendOutput
 from engine.append_queue import AppendQueue
 from engine.batches import Batches, Flight, reach
+from engine.departures import Departures
 from engine.depth import DraftDepth
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
 from engine.reads import Reads
@@ -43,9 +44,10 @@ class StepLoop:
         """Args: draft_depth: drafts a step; None: auto. stores: how histories are kept for later requests; None: they are not."""
         self.stage = stage
         self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
-        self.stored = None if stores is None else StoredSessions(stage, stores, self._close_session)
+        self.stored = StoredSessions(stage, stores, self._close_session)
+        self.departures = Departures(lambda: self.stored.by_use, self._wanted, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
-        self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, spare_rows=3 * self.depth.most)
+        self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
         self.decoding: list[Request] = []
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
@@ -115,11 +117,14 @@ class StepLoop:
     def release(self, request: Request) -> None:
         """Close the memory of a request's session if it is temporary and not stored, broken, or closed by one who may have given up."""
         session = request.session
-        if self.stored is not None and not (self._closing or session.closing) and self.stored.keep(session):
+        if not (self._closing or session.closing) and self.stored.keep(session):
             return
-        last = session.phase is not Phase.EXPORTING and not any(one.session is session for one in self.requests if one is not request)
+        last = session.phase is not Phase.EXPORTING and not self._wanted(session, request)
         if (session.temporary or (session.closing and last) or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
             self._close_session(session)
+
+    def _wanted(self, session: Session, by_others_than: Request | None = None) -> bool:
+        return any(one.session is session for one in self.requests if one is not by_others_than)
 
     def _close_session(self, session: Session) -> None:
         self.drop_memory(session)
@@ -127,8 +132,7 @@ class StepLoop:
 
     def drop_memory(self, session: Session) -> None:
         """Close a session's memory, keeping what it counted."""
-        if self.stored is not None:
-            self.stored.forget(session)
+        self.stored.forget(session)
         if session.memory is not None:
             self.reads = self.reads.plus([session.memory])
             session.memory.close()
@@ -149,7 +153,7 @@ class StepLoop:
             self._idle.set()
 
     def _nothing_left(self) -> bool:
-        left = bool(self.requests) or self._flight is not None
+        left = bool(self.decoding or self.appending or self.waiting) or self._flight is not None
         if not left:
             self._idle.set()
         return not left
@@ -167,13 +171,9 @@ class StepLoop:
         self._reap()
         self._nothing_left()
         decision = decide(
-            self.waiting,
-            self.decoding,
-            session_idle=self._line.startable,
-            may_step=self._may_step,
-            steps_taken=self._batches.steps,
+            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, steps_taken=self._batches.steps,
             decode_batch_limit=self._limit,
-        )
+        )  # fmt: skip
         for request in decision.admit:
             # Two requests of one session may both have been offered.
             if self._line.startable(request) and not self._admit(request):
@@ -205,7 +205,8 @@ class StepLoop:
             await settling.operations.settle()
             return
         self._wake.clear()
-        if not self._line.can_move() and not (self._closing and not self.waiting):
+        leaving = bool(self.waiting) and self.departures.under_way
+        if leaving or (not self._line.can_move() and not (self._closing and not self.waiting)):
             await self._wake.wait()
 
     async def _wait_room(self) -> None:
@@ -237,8 +238,7 @@ class StepLoop:
             assert session.memory is not None, "admitted with memory"
             request.cached = session.memory.counts.logical if request.history is None else request.history.rows
             session.tokens.extend(request.appended)
-            if self.stored is not None:
-                self.stored.note(session)  # what it begins with may be shared while it reads the rest
+            self.stored.note(session)  # what it begins with may be shared while it reads the rest
             request.begin(tuple(session.tokens), self.stage.model.config.vocabulary, self.stage.device)
             session.move(Phase.APPENDING)
             self._appends.start(request)
@@ -263,8 +263,7 @@ class StepLoop:
         """The whole prompt has rows: its last row's token is the first of the generation."""
         session = request.session
         session.move(Phase.READY)
-        if self.stored is not None:
-            self.stored.note(session)
+        self.stored.note(session)
         request.take(output.token, output.logits if request.wants_logits else None)
         if request.finished:
             session.revision += 1
@@ -301,18 +300,17 @@ class StepLoop:
             self._fail_step(flight, failure)
             return
         output = flight.events.output.result()
-        tokens, bad_layer = output.tokens.tolist(), output.bad_layer.tolist()
-        accepted, judged = output.accepted.tolist(), output.judged.tolist()
+        found = output.read()
         for place, request in enumerate(flight.members):
             request.in_flight -= 1
-            memory = request.session.memory
+            memory, own = request.session.memory, found[place]
             assert memory is not None, "memory outlives the steps that read it"
-            memory.counts.retract(flight.rows[place] - accepted[place])
+            memory.counts.retract(flight.rows[place] - own.accepted)
             if not (request.finished or request.aborted):
-                self.depth.note(judged[place], accepted[place] - 1)
+                self.depth.note(own.judged, own.accepted - 1)
                 logits = None if output.logits is None or not request.wants_logits else output.logits[place]
-                run = list(zip(tokens[place], bad_layer[place], strict=True))[: accepted[place]]
-                if not self._take_run(request, run, judged[place], logits, flight.events.done):
+                run = list(zip(own.tokens, own.bad_layer, strict=True))[: own.accepted]
+                if not self._take_run(request, run, own.judged, logits, flight.events.done):
                     continue
             if request.in_flight == 0 and (request.finished or request.aborted):
                 request.end("abort")  # nothing if it has finished
@@ -350,7 +348,7 @@ class StepLoop:
         if request.broken:
             session.move(Phase.BROKEN)
         else:
-            if memory.counts.logical > memory.counts.committed and (not session.temporary or self.stored is not None):
+            if memory.counts.logical > memory.counts.committed and (not session.temporary or self.stored.stores):
                 memory.truncate(memory.counts.committed, self.stage.streams.compute)
             session.revision += 1
             session.move(Phase.READY)

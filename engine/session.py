@@ -46,7 +46,7 @@ _MOVES: Final = {
 class Session:
     """One conversation. `temporary`: made for a single request and closed with it."""
 
-    __slots__ = ("_phase", "closing", "id", "made_up", "memory", "namespace", "revision", "temporary", "tokens", "used_at")
+    __slots__ = ("_phase", "closing", "coming", "id", "made_up", "memory", "namespace", "revision", "temporary", "tokens", "used_at")
 
     def __init__(self, session_id: SessionId, *, temporary: bool, namespace: str = "") -> None:
         """Args: namespace: whose it is; its rows are shared with sessions of the same one only."""
@@ -59,6 +59,7 @@ class Session:
         self.memory: SessionMemory | None = None
         self.revision = 0
         self.closing = False  # nobody may begin in it any more
+        self.coming = 0  # turns that were asked for and are not queued yet
         self._phase = Phase.NEW
 
     @property

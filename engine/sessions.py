@@ -32,7 +32,7 @@ class Sessions:
     """One engine's. Loop thread only."""
 
     def __init__(self, loop: StepLoop, sessions_max: int) -> None:
-        self.by_id: dict[SessionId, Session] = {}
+        self.by_id = loop.departures.held
         self._loop = loop
         self._sessions_max = sessions_max
 
@@ -83,8 +83,7 @@ class Sessions:
         if made.memory is not None:
             made.move(Phase.ARCHIVED)  # it comes with rows, as one from an archive does
             made.move(Phase.READY)
-        if self._loop.stored is not None:
-            self._loop.stored.note(made)
+        self._loop.stored.note(made)
         return made
 
     async def truncate(self, session_id: SessionId, tokens: int, revision: int | None) -> Session:
@@ -108,8 +107,7 @@ class Sessions:
             session.revision += 1
         del session.tokens[count:]
         session.used_at = time()
-        if self._loop.stored is not None:
-            self._loop.stored.note(session)
+        self._loop.stored.note(session)
         return session
 
     def _fitted(self, take: Callable[[], T], spared: Session) -> T:
@@ -118,7 +116,7 @@ class Sessions:
             try:
                 return take()
             except DoesNotFit as error:
-                if self._loop.stored is None or self._loop.stored.reclaim(spared) is None:
+                if self._loop.stored.reclaim(spared, device=error.device_missing_bytes > 0) is None:
                     raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
 
     def _between(self, session: Session) -> bool:

@@ -1,7 +1,8 @@
 """Histories that outlive their requests: which of them a prompt continues, and who gives memory back when it runs short.
 
-Holds the index of prefixes and, in order of use, the sessions that are in it: idle ones of ended requests (`stored`), and those that
-requests or callers hold. Knows no steps; moves no phase but that of a stored session which it gives up.
+Holds the index of prefixes and, in order of use, the sessions that have rows: idle ones of ended requests (`stored`), and those that
+requests or callers hold. Where no histories are stored, the index is empty, and only the order is kept. Knows no steps; moves no phase but
+that of a stored session which it gives up.
 
 Invariants:
 1. A stored session is temporary, ready, and nobody's: it is continued, forked, rested or dropped here and nowhere else.
@@ -56,14 +57,15 @@ def step_back(rows: int, held: int) -> int:
 class StoredSessions:
     """One engine's. Loop thread only."""
 
-    def __init__(self, stage: Stage, storing: Storing, drop: Callable[[Session], None]) -> None:
-        """Args: drop: closes a session's memory and ends it."""
+    def __init__(self, stage: Stage, storing: Storing | None, drop: Callable[[Session], None]) -> None:
+        """Args: storing: None: no histories are stored. drop: closes a session's memory and ends it."""
         self._stage = stage
-        self._index: PrefixIndex[Session] = PrefixIndex(storing.identity)
-        self._stored_max = storing.sessions_max
+        self.stores = storing is not None
+        self._index: PrefixIndex[Session] = PrefixIndex(b"" if storing is None else storing.identity)
+        self._stored_max = 0 if storing is None else storing.sessions_max
         self._drop_session = drop
         self._stored: dict[Session, None] = {}  # the least recently used first
-        self._used: dict[Session, None] = {}  # all in the index, likewise
+        self._used: dict[Session, None] = {}  # all that have rows of their tokens, likewise
         self._changes = 0
         self._matches: dict[Request, tuple[int, list[Match[Session]]]] = {}  # of waiting requests, with `_changes` when they were found
 
@@ -72,13 +74,19 @@ class StoredSessions:
         """Idle histories, the least recently used first."""
         return tuple(self._stored)
 
+    @property
+    def by_use(self) -> tuple[Session, ...]:
+        """All that have rows of their tokens, the least recently used first."""
+        return tuple(self._used)
+
     def note(self, session: Session) -> None:
-        """The session's rows may be reused from now on; again whenever it has more of them, and after every cut."""
+        """The session has rows, which may be reused from now on; again whenever it has more of them, and after every cut."""
         if session.made_up or session.rows == 0:
             self.forget(session)
             return
         self._changes += 1
-        self._index.put(session, session.tokens[: session.rows], session.namespace)
+        if self.stores:
+            self._index.put(session, session.tokens[: session.rows], session.namespace)
         self._used.pop(session, None)
         self._used[session] = None
 
@@ -94,8 +102,8 @@ class StoredSessions:
         if session.phase is not Phase.READY or session.made_up or session.broken is not None or session.rows == 0:
             return False
         self.note(session)
-        if not session.temporary:
-            return True
+        if not session.temporary or not self.stores:
+            return not session.temporary
         self._stored[session] = None
         while len(self._stored) > self._stored_max:
             self._drop(next(iter(self._stored)))
@@ -140,17 +148,24 @@ class StoredSessions:
 
     # Memory that runs short.
 
-    def reclaim(self, spared: Session | None, *, rests: bool = True) -> Session | None:
+    def reclaim(self, spared: Session | None, *, rests: bool = True, device: bool = True) -> Session | None:
         """Free some memory of idle sessions; returns whose, or None when nothing more is to be had at once.
 
-        The least recently used first: of all of them hot caches and reservations, then whole stored histories.
-        Args: spared: rests after all others, and only with `rests`; it is not dropped.
+        The least recently used first: of all of them hot caches and reservations; then pages of index keys, shared ones last; then whole
+        stored histories.
+        Args: spared: rests after all others, and only with `rests`; it gives up nothing else. device: whether device memory is short:
+            index keys are nowhere else.
         """
         last = {spared: None} if spared is not None and rests else {}
         for session in (*self._idle(self._used, spared), *self._idle(last, None)):
             assert session.memory is not None, "an idle session was chosen for its memory"
             if self._stage.placement.rest(session.memory):
                 return session
+        for shared in (False, True) if device else ():
+            for session in self._idle(self._used, spared):
+                assert session.memory is not None, "an idle session was chosen for its memory"
+                if self._stage.placement.shed(session.memory, shared=shared):
+                    return session
         for session in self._idle(self._stored, spared):
             self._drop(session)
             return session

@@ -35,7 +35,7 @@ class Statistics:
 def totals(loop: StepLoop, sessions_held: Iterable[Session]) -> Statistics:
     """The counts now. Args: sessions_held: by callers."""
     held = [request.session for request in (*loop.appending, *loop.decoding)]
-    stored = () if loop.stored is None else loop.stored.sessions
+    stored = loop.stored.sessions
     sessions = {session.id: session for session in (*sessions_held, *held)}
     memories = [session.memory for session in (*sessions.values(), *stored) if session.memory is not None]
     held_rows = [memory.statistics() for memory in memories]

@@ -5,12 +5,13 @@ Holds the line and the memories that are given back but still in flight. Does no
 Invariants:
 1. A request leaves the line exactly once: started, refused with an error, or aborted.
 2. What can never fit, with nobody else there, is refused at once; what does not fit now waits while somebody will give memory back.
-   Idle sessions give back theirs at once.
+   Idle sessions give back theirs at once, or leave for the disk meanwhile.
 3. Everything that depends on the session's tokens is judged when the request starts, not when it was queued.
 """
 
 from collections.abc import Callable
 
+from engine.departures import Departures
 from engine.errors import BadRequest, ForebayError, NotAdmitted, SessionBroken
 from engine.request import Request
 from engine.session import Phase, Session
@@ -26,16 +27,17 @@ class WaitingLine:
     """Waiting requests of one stage, in order of arrival. Loop thread only."""
 
     def __init__(
-        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions | None = None, *,
+        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions, departures: Departures, *,
         spare_rows: int = 0,
     ) -> None:  # fmt: skip
         """Args: ended: told of every request that leaves the line without having started. stored: histories that requests may begin with,
-        and that make room for them. spare_rows: of drafts, past a session's end."""
+        and that make room for them. departures: sessions that go to disk for them. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
         self._stage = stage
         self._waiting_max = waiting_max
         self._ended = ended
         self._stored = stored
+        self._departures = departures
         self._spare_rows = spare_rows
         self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
 
@@ -107,28 +109,30 @@ class WaitingLine:
                 return True
             except DoesNotFit as error:
                 spared = source or request.session
-                gave = None if self._stored is None else self._stored.reclaim(spared, rests=rests)
+                gave = self._stored.reclaim(spared, rests=rests, device=error.device_missing_bytes > 0)
                 if gave is not None:
                     rests = rests and gave is not spared
                     continue
-                if others_run or self.settling is not None:
+                if self.settling is not None or self._departures.begin(source, request.session) or others_run:
                     return False
-                if self._stored is None or source is None or not self._stored.give_up(source):
-                    # Idle sessions that callers hold have the rest, and nobody makes them give it back.
-                    self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens"))
-                    return False
+                if source is not None and (self._stored.give_up(source) or self._departures.begin(request.session)):
+                    continue
+                # Idle sessions that callers hold have the rest, and there is no place where they could go.
+                stay = f"; idle sessions stay in memory: {self._departures.failure}" if self._departures.failure else ""
+                self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens{stay}"))
+                return False
 
     def _beginning(self, request: Request) -> Beginning | None:
         """A stored history that begins like the request, which has no session of its own."""
         fresh = request.session.temporary and request.session.memory is None and request.history is None
-        return self._stored.find(request) if fresh and self._stored is not None else None
+        return self._stored.find(request) if fresh else None
 
     def _hold(self, session: Session, tokens_max: int, begins: Beginning | None) -> None:
         """Raises DoesNotFit; the session has no memory then, or as much as before."""
         stage, placement = self._stage, self._stage.placement
         if session.memory is not None:
             placement.grow(session.memory, tokens_max)
-        elif begins is None or self._stored is None:
+        elif begins is None:
             session.memory = placement.open(session.id, tokens_max)
         elif begins.in_place:
             memory = begins.source.memory
@@ -145,8 +149,7 @@ class WaitingLine:
 
     def _leave(self, request: Request) -> None:
         self.requests.remove(request)
-        if self._stored is not None:
-            self._stored.settled(request)
+        self._stored.settled(request)
 
     def _refuse(self, request: Request, error: ForebayError) -> None:
         self._leave(request)
@@ -164,7 +167,7 @@ class WaitingLine:
         """Memory whose operations a waiting request may be waiting for: closed, or of a session between two requests."""
         between = (request.session.memory for request in self.requests if request.session.idle)
         found = next((memory for memory in (*self._closing, *between) if memory is not None and memory.operations.outstanding), None)
-        return self._stored.settling if found is None and self._stored is not None else found
+        return self._stored.settling if found is None else found
 
     def can_move(self) -> bool:
         """Whether the next turn of the loop would change the line."""

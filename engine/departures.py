@@ -1,0 +1,143 @@
+"""`Departures`: idle sessions that leave memory for the disk, one at a time, so that others find room.
+
+Holds the sessions of callers. Decides which one goes next, and when a session that was archived may be let go of. Knows no directory:
+whoever has a place for archives says how a session is brought there (`archive_with`). Without such a place nobody leaves.
+
+Invariants:
+1. A session leaves only if since before its export began nobody has come for it and nothing of it has changed: the archive is all of it.
+2. The least recently used goes first. One at a time: whoever waits for room looks again after each.
+3. What cannot be archived stays in memory; it is tried once, and again only when all others were.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+
+from engine.errors import ArchiveFailed, ForebayError, SessionBusy
+from engine.protocol import SessionId
+from engine.session import Phase, Session
+
+__all__ = ["Departures"]
+
+_log = structlog.get_logger("engine")
+
+
+class Departures:
+    """One engine's. Loop thread only."""
+
+    def __init__(
+        self, by_use: Callable[[], Iterable[Session]], wanted: Callable[[Session], bool], let_go: Callable[[Session], None],
+        wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """None leaves yet.
+
+        Args: by_use: sessions that have rows, the least recently used first. wanted: whether requests of a session have not ended.
+            let_go: closes its memory. wake: called when one has left, or could not.
+        """
+        self.held: dict[SessionId, Session] = {}  # the sessions of callers, by id; who leaves is taken out
+        self._by_use = by_use
+        self._wanted = wanted
+        self._let_go = let_go
+        self._wake = wake
+        self._archive: Callable[[SessionId], Awaitable[object]] | None = None
+        self._namespace = ""
+        self._failed: set[Session] = set()  # tried since the last one left
+        self._next: Session | None = None
+        self._asked, self._done = asyncio.Event(), asyncio.Event()
+        self._closing = False
+        self.failure = ""  # why the last one that was tried stayed; empty once one has left
+        self.count = 0  # that have left to make room
+
+    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
+        """From now on sessions of a namespace leave. Args: archive: exports one to where it will be found again; raises ForebayError."""
+        self._archive, self._namespace = archive, namespace
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a session is leaving."""
+        return self._next is not None
+
+    def begin(self, *spared: Session | None) -> bool:
+        """Let the next one leave, if none is leaving; returns False where nobody may, or all have been tried in vain."""
+        if self._next is None and self._archive is not None and not self._closing:
+            free = [one for one in self._by_use() if one not in spared and self._may_leave(one)]
+            left = [one for one in free if one not in self._failed]
+            if left:
+                self._next, self._done = left[0], asyncio.Event()
+                self._asked.set()
+            else:
+                self._failed.clear()
+        return self.under_way
+
+    async def make_room(self, *spared: Session | None) -> bool:
+        """Wait until one has left or was tried; returns False where nobody may."""
+        if not self.begin(*spared):
+            return False
+        await self._done.wait()
+        return True
+
+    def _may_leave(self, session: Session) -> bool:
+        at_rest = session.phase is Phase.READY and not session.busy and session.broken is None
+        mine = self.held.get(session.id) is session and session.namespace == self._namespace
+        return mine and at_rest and bool(session.tokens) and not self._expected(session)
+
+    def _expected(self, session: Session) -> bool:
+        return session.closing or session.coming > 0 or self._wanted(session)
+
+    async def leave(self, session: Session) -> bool:
+        """Archive a session and let go of its memory; returns False where it stays because somebody came for it meanwhile.
+
+        Raises: SessionBusy: it is in a turn, or there is no place for archives; and what archiving raises. It stays then.
+        """
+        if self._archive is None or not session.idle or self._expected(session):
+            raise SessionBusy(f"session {session.id} is {session.phase.value}; archive it between its turns", field="session")
+        before = (session.revision, len(session.tokens))
+        await self._archive(session.id)
+        changed = (session.revision, len(session.tokens)) != before
+        if self.held.get(session.id) is not session or changed or not session.idle or self._expected(session):
+            return False
+        del self.held[session.id]
+        session.closing = True
+        self._let_go(session)
+        _log.info("session.archived", session_id=session.id, tokens=len(session.tokens))
+        return True
+
+    async def run(self) -> None:
+        """Until closed."""
+        while not self._closing:
+            await self._asked.wait()
+            self._asked.clear()
+            if self._next is not None:
+                try:
+                    await self._try(self._next)
+                finally:
+                    self._next = None
+                    self._done.set()
+                    self._wake()
+
+    async def _try(self, session: Session) -> None:
+        try:
+            if await self.leave(session):
+                self.failure = ""
+                self._failed.clear()
+                self.count += 1
+            else:
+                self._failed.add(session)
+        except ForebayError as error:
+            self.failure = str(error)
+            self._failed.add(session)
+            if isinstance(error, ArchiveFailed):  # the disk's fault: the others would meet it too
+                self._failed.update(one for one in self._by_use() if self._may_leave(one))
+            _log.warning("session.not_archived", session_id=session.id, reason=str(error))
+
+    def close(self) -> None:
+        """Let nobody leave any more; `run` returns once the one that is leaving has left."""
+        self._closing = True
+        self._asked.set()
+
+    async def settle(self) -> None:
+        """Let nobody leave any more, and wait for the one that is leaving."""
+        self.close()
+        if self.under_way:
+            await self._done.wait()

@@ -1,0 +1,53 @@
+"""What opening an engine needs beside its model: the stage, the tape, the name, how histories are stored. Knows no requests."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from engine.config import EngineConfig
+from engine.errors import BadSetting
+from engine.model.glm import Model
+from engine.running_tape import RunningTape
+from engine.stage import Stage, open_stage
+from engine.stored import Storing
+from streams import Backend
+
+__all__ = ["name_of", "stage_for", "storing", "tape_at"]
+
+_log = structlog.get_logger("engine")
+
+
+def storing(config: EngineConfig, name: str) -> Storing | None:
+    """How histories are stored; None: they are not. Forced selections give rows that are not their tokens'."""
+    if config.prefix_cache != "on" or config.force_miss_rate:
+        return None
+    identity = f"{name}|{config.row_format}|{config.index_key_format}|{config.latent_norm_eps}"
+    return Storing(identity.encode(), config.sessions_max)
+
+
+def name_of(directory: Path) -> str:
+    """The directory's own name, as the model's; also for "." and the like."""
+    return directory.absolute().resolve().name
+
+
+async def stage_for(weights: Model, config: EngineConfig, streams: Backend, context_max: int) -> Stage:
+    """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
+    if weights.device.type == "cpu":
+        return open_stage(weights, config, streams, context_max=context_max)
+    started = time.monotonic()
+
+    def told(blocks: int, blocks_max: int) -> None:
+        if blocks == blocks_max:
+            _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
+
+    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, progress=told)
+
+
+def tape_at(name: str) -> RunningTape:
+    """Raises BadSetting when the file cannot be written."""
+    try:
+        return RunningTape(Path(name))
+    except OSError as error:
+        raise BadSetting(f"--tape: cannot write {name}: {error.strerror}") from error
