@@ -41,7 +41,7 @@ class Operations:
 
     @property
     def placing(self) -> tuple[Event[Any], ...]:
-        """Operations in flight that put committed rows where they are, a fork's or a cut's: whoever copies the rows comes after."""
+        """Operations in flight that put committed rows or keys where they are (a fork's, a cut's): whoever copies those comes after."""
         return tuple(self._placing)
 
     def hold(self, event: Event[Any], *, freezes: bool = False, places: bool = False) -> None:

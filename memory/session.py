@@ -229,7 +229,8 @@ class Holdings:
         moves = key_moves(self.pages, blocks.start, [self.kept_block(block) for block in blocks])
         if moves:
             reads, writes = [source for _, source in moves], [target for target, _ in moves]
-            self.submit(stream, "keys", partial(_copy_all, moves), reads=reads, writes=writes).on_done(self._broken_by)
+            filled = self.submit(stream, "keys", partial(_copy_all, moves), reads=reads, writes=writes, places=True)
+            filled.on_done(self._broken_by)
 
     def _broken_by(self, event: Event[None]) -> None:
         error = event.error()

@@ -10,7 +10,8 @@ Parts
     watched_rounds.py  the oracle inside a step: every plan and every gathered byte
     scenario.py        a scenario, one sealed run of it, and its finding
     clients.py         clients of a watched engine; conversations.py: scenarios with them
-    ground.py          sessions of the memory layer without a model; lives.py: scenarios with them; images.py: read out and loaded
+    ground.py          sessions of the memory layer without a model; lives.py: scenarios with them; images.py: read out and loaded;
+                       forks.py: families of them
     awaits.py          a coroutine cancelled at its nth await; cuts.py: scenarios that try all of them in turn
     hunt.py            many seeds over many processes, the smallest that fails, its tape
 

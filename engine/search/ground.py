@@ -120,13 +120,20 @@ class Ground:
 class Life:
     """One session, played."""
 
-    def __init__(self, ground: Ground, name: str, tokens_max: int) -> None:
+    def __init__(self, ground: Ground, name: str, tokens_max: int, begins: tuple["Life", int] | None = None) -> None:
+        """Args: begins: whose first rows it has from the start, and how many. Raises DoesNotFit; nothing is held then."""
         self.ground = ground
         self.rng: random.Random = ground.scene.rng
-        self.session: SessionMemory = ground.placement.open(name, tokens_max)
         self.tokens_max = tokens_max
         self.salts: list[int] = []  # of every logical position, as the host sees it
         self.written = Written()
+        if begins is None:
+            self.session: SessionMemory = ground.placement.open(name, tokens_max)
+        else:
+            source, rows = begins
+            self.session = ground.placement.fork(source.session, name, tokens_max, rows, compute=ground.compute, copyback=ground.copyback)
+            self.salts = source.salts[:rows]
+            self.written.salts = tuple(self.salts)
         ground.scene.watch.expect(name, self.written)
         self._table = StepTable(1, _TABLE)
         self._plans = [RoundPlan.empty(ROWS_MAX, PICKS) for _ in LAYOUT.groups]
@@ -137,6 +144,10 @@ class Life:
         self._last: Event[Any] | None = None
 
     # steps
+
+    def fork(self, name: str, rows: int, tokens_max: int) -> "Life":
+        """A session that begins with the first `rows` committed rows of this one, whatever is in flight. Raises DoesNotFit."""
+        return Life(self.ground, name, tokens_max, (self, rows))
 
     def submit_step(self, rows: int, *, fails_at: int | None = None) -> Event[None]:
         """Submit a step of `rows` rows: written, planned and gathered, layer by layer; not followed yet.

@@ -28,6 +28,7 @@ import torch
 from engine.errors import BadSetting
 from engine.search.conversations import CONVERSATIONS
 from engine.search.cuts import CUTS
+from engine.search.forks import FORKS
 from engine.search.images import IMAGES
 from engine.search.lives import LIVES
 from engine.search.reference import Bench
@@ -38,7 +39,7 @@ from streams.tape import write_notes
 
 __all__ = ["SCENARIOS", "Outcome", "hunt", "record", "repeat", "single", "wheel"]
 
-SCENARIOS: tuple[Scenario, ...] = (*CONVERSATIONS, *LIVES, *IMAGES, *CUTS)
+SCENARIOS: tuple[Scenario, ...] = (*CONVERSATIONS, *LIVES, *FORKS, *IMAGES, *CUTS)
 _BATCH_SEEDS = 8  # of one task: enough to hide its cost, few enough to show progress
 
 

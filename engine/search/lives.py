@@ -16,7 +16,7 @@ from memory.errors import BarrierFailed, CopybackInFlight, DoesNotFit
 from memory.host import NoRegistration
 from streams import Event, Fault, StreamError
 
-__all__ = ["LIVES"]
+__all__ = ["LIVES", "roll_back", "wreck"]
 
 _ROWS_MAX = 460
 
@@ -43,7 +43,7 @@ async def _move(life: Life) -> None:
     elif move == "append" and left:
         await life.append(min(left, rng.choice([1, 63, 64, 65, 130, CHUNK_ROWS])))
     elif move == "rollback" and left > 8 and session.room(len(life.salts), 8):
-        await _roll_back(life)
+        await roll_back(life)
     elif move == "truncate":
         await session.operations.settle()
         await life.roll_back(rng.randrange(len(life.salts) + 1))
@@ -63,14 +63,15 @@ async def _move(life: Life) -> None:
         life.ground.placement.grow(session, life.tokens_max)
 
 
-async def _roll_back(life: Life) -> None:
+async def roll_back(life: Life) -> None:
     """Two steps in flight; the host keeps a part of the first one's rows, as after rejected drafts or a stop."""
     first = len(life.salts)
     kept = first + life.rng.randrange(5)
     step = life.submit_step(4)
-    life.submit_step(4)
+    behind = life.submit_step(4)
     if life.ground.scene.faulty:
         await step  # rows of a step that failed are never kept
+        await behind  # and its slots would have to be cleared
     event = life.roll_back(kept)
     life.session.commit(kept - first, life.ground.copyback, event)
 
@@ -125,10 +126,10 @@ async def lost(scene: Scene) -> None:
                 continue
             except (StreamError, BarrierFailed):
                 struck.add(one.session.session_id)
-        await _wreck(one)
+        await wreck(one)
 
 
-async def _wreck(one: Life) -> None:
+async def wreck(one: Life) -> None:
     """What may still be done with a session after a failure: cut it, wait for it, close it."""
     session, counts = one.session, one.session.counts
     for _ in range(2):

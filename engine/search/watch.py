@@ -10,6 +10,7 @@ What is checked, and when:
 5. the end (`check_empty`): no byte, block or reservation is held.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -86,18 +87,22 @@ class Watch:
         self._memory_of: dict[int, SessionMemory] = {}  # by the address of its state
         self._expected_of: dict[str, Expected] = {}
         self._proved_of: dict[str, int] = {}  # rows seen in RAM
+        self.expecting: Callable[[SessionMemory], Expected | None] = lambda memory: None  # of sessions that nobody named in advance
         self.rises = 0  # compared with RAM, so that a test can say the oracle was asked
         self.gathers = 0
 
     def expect(self, session_id: str, expected: Expected) -> None:
-        """From now on the session's rows must be these."""
+        """From now on the session's rows must be these; a fork's, which is open, has some in RAM already."""
         self._expected_of[session_id] = expected
+        memory = self.memory_of(session_id)
+        if memory is not None:
+            self._check_mirror(memory, 0, memory.counts.mirrored)
 
     def opened(self, memory: SessionMemory) -> None:
-        """A session's memory exists; it is watched until it closes."""
+        """A session's memory exists; it is watched until it closes. The device knows of the rows that a fork begins with a little later."""
         assert isinstance(memory, OffloadSession | ResidentSession)
         self._memory_of[memory.state.data_ptr()] = memory
-        self._proved_of[memory.session_id] = 0
+        self._proved_of[memory.session_id] = memory.counts.mirrored
         memory.holdings.own(lambda: self._closing(memory))
 
     def _closing(self, memory: SessionMemory) -> None:
@@ -106,7 +111,7 @@ class Watch:
 
     def expected_of(self, memory: SessionMemory) -> Expected | None:
         """What was said of it."""
-        return self._expected_of.get(memory.session_id)
+        return self._expected_of.get(memory.session_id) or self.expecting(memory)
 
     def memory_at(self, state_address: int) -> SessionMemory | None:
         """The open session whose state lies there."""
@@ -169,7 +174,7 @@ class Watch:
             same(block[start : start + size].view(high - low, -1), expected.keys(layer, positions), positions, f"{where}, key {layer}")
 
     def _check_pages(self, memory: SessionMemory, rows: int, expected: Expected) -> None:
-        for page in range(-(-rows // PAGE_KEYS)):
+        for page in range(min(-(-rows // PAGE_KEYS), memory.pages.pages)):  # an idle session may have given them up
             positions = torch.arange(PAGE_KEYS * page, min(rows, PAGE_KEYS * (page + 1)))
             for layer in range(memory.pages.table.shape[0]):
                 keys = memory.pages.view(layer, page).view(PAGE_KEYS, -1)[: positions.numel()]
@@ -228,6 +233,10 @@ class WatchedPlacement:
     def rest(self, session: SessionMemory) -> bool:
         """See Placement."""
         return self._inner.rest(session)
+
+    def shed(self, session: SessionMemory, *, shared: bool) -> bool:
+        """See Placement."""
+        return self._inner.shed(session, shared=shared)
 
     def statistics(self) -> PlacementStatistics:
         """See Placement."""
