@@ -160,6 +160,11 @@ class ModelConfig:
             grouped[-1].append(layer)
         return tuple(tuple(group) for group in grouped)
 
+    def local_groups(self, layers: range, *, mtp: bool) -> tuple[tuple[int, ...], ...]:
+        """Selection groups of a stage as LOCAL layers; `mtp`: with the MTP block as its last layer and group."""
+        local = tuple(tuple(layer - layers.start for layer in group) for group in self.groups(layers))
+        return (*local, (len(layers),)) if mtp else local
+
     def fingerprint(self) -> str:
         """A stable name of the architecture: 32 hex digits, equal for equal fields, whatever wrote the config."""
         architecture = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OUTSIDE_FINGERPRINT}

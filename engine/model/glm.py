@@ -64,9 +64,7 @@ class Model:
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Selection groups as LOCAL layers, the MTP block's last."""
-        whole = self.config.groups(range(self.first_layer, self.first_layer + len(self.layers)))
-        local = tuple(tuple(layer - self.first_layer for layer in group) for group in whole)
-        return local if self.mtp is None else (*local, (len(self.layers),))
+        return self.config.local_groups(range(self.first_layer, self.first_layer + len(self.layers)), mtp=self.mtp is not None)
 
     def embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Embedding rows [T, H] of token ids, int64 [T], each below the vocabulary; into `out` if given."""
