@@ -11,10 +11,11 @@ Invariants:
 
 from dataclasses import dataclass
 
-from engine.decode import DecodeStep, StepEvents
+from engine.decode import DecodeStep
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from engine.step_output import StepEvents
 from kernels.layout import PAGE_KEYS
 from kernels.place import BULK_ROWS
 from memory.table import StepTable

@@ -14,7 +14,6 @@ Source: design, sections 6, 9 and 10.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from engine.draft import Drafter, Judged
 from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
+from engine.step_output import StepEvents, StepOutput
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
@@ -38,35 +38,9 @@ from memory.table import StepTable
 from streams import Event
 from streams.capture import Recorder
 
-__all__ = ["DecodeStep", "StepEvents", "StepOutput"]
+__all__ = ["DecodeStep"]
 
 _OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the next one runs
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What the host reads of a step, by place and row, once its event is done; overwritten by the step after the next.
-
-    tokens     [places, rows]              int64  CPU  what follows each row; only the first `accepted` count
-    bad_layer  [places, rows]              int64  CPU  first global layer whose output was not finite, else -1
-    accepted   [places]                    int64  CPU  rows that count: 1 and the accepted drafts
-    judged     [places]                    int64  CPU  drafts that the step judged
-    logits     [places, rows, vocabulary]  f32    CPU  when asked for
-    """
-
-    tokens: Tensor
-    bad_layer: Tensor
-    accepted: Tensor
-    judged: Tensor
-    logits: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class StepEvents:
-    """`done`: rows written and state advanced. `output`: what the host follows."""
-
-    done: Event[Any]
-    output: Event[StepOutput]
 
 
 class DecodeStep:
@@ -121,16 +95,17 @@ class DecodeStep:
         self, table: StepTable, sampling: SamplingTable, *, session: str, after: Sequence[Event[Any]], keep_logits: bool
     ) -> StepEvents:
         """Submit one step over the places of `table`, always the same one; returns at once."""
-        chain = Chain(session, after)
         compute = self._stage.streams.compute
-        if self._replay is None:
-            done = self._issue(chain, self._stage.streams, table, sampling)
-        else:
-            done = chain.submit(compute, self._replay, label="step", writes=(self._outcome, self._logits))
         landed = self._landed[self._steps % _OUTPUTS]
         self._steps += 1
-        output = chain.submit(compute, lambda: self._read(landed, keep_logits), label="step.read", reads=(self._outcome,), writes=(landed,))
-        return StepEvents(done, output)
+        if self._replay is not None:
+            work = partial(self._run, self._replay, landed, keep_logits)
+            step = compute.submit(work, label="step", session=session, after=after, writes=(self._outcome, self._logits, landed))
+            return StepEvents(step, step)
+        chain = Chain(session, after)
+        done = self._issue(chain, self._stage.streams, table, sampling)
+        read = partial(self._read, landed, keep_logits)
+        return StepEvents(done, chain.submit(compute, read, label="step.read", reads=(self._outcome,), writes=(landed,)))
 
     @property
     def recorded(self) -> bool:
@@ -363,6 +338,11 @@ class DecodeStep:
             self._next_of,
         )  # fmt: skip
 
+    def _run(self, replay: Callable[[], None], landed: Tensor, keep_logits: bool) -> StepOutput:
+        """A whole step in one operation: what the loop pays for a submission, it pays once a step."""
+        replay()
+        return self._read(landed, keep_logits)
+
     def _read(self, landed: Tensor, keep_logits: bool) -> StepOutput:
         landed.copy_(self._outcome, non_blocking=True)
         logits = None
@@ -370,7 +350,4 @@ class DecodeStep:
             logits = landing(self._logits)
             logits.copy_(self._logits, non_blocking=True)
             logits = logits.view(self._places, self._rows, -1)
-        count = self._places * self._rows
-        tokens, bad_layer = landed[: 2 * count].view(2, self._places, self._rows)
-        accepted, judged = landed[2 * count :].view(2, self._places)
-        return StepOutput(tokens, bad_layer, accepted, judged, logits)
+        return StepOutput(landed, self._places, self._rows, logits)

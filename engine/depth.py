@@ -79,6 +79,8 @@ class DraftDepth:
 
     def note(self, judged: int, accepted: int) -> None:
         """One session's part of a step that was followed."""
+        if judged == 0:
+            return  # the usual step without drafts counts nothing
         self.counts = self.counts.plus(judged, accepted)
         for place in range(min(judged, accepted + 1)):
             self._rates[place] = _MEMORY * self._rates[place] + (1.0 - _MEMORY) * (place < accepted)

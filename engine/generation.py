@@ -111,7 +111,7 @@ class Generation:
     async def __anext__(self) -> Chunk:
         if self._ended or self._closed:
             raise StopAsyncIteration
-        request = await self._begin()
+        request = self._request or await self._begin()  # once begun, a chunk takes no lock
         item = await request.chunks.get()
         if self._ended:
             request.chunks.put_nowait(item)  # another reader had the last item: it stays for whoever else waits

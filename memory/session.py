@@ -213,6 +213,8 @@ class Holdings:
         assert not self.closed, f"session {self.session_id} is closed"
         assert upper <= self.tokens_max, f"{upper} rows in a session of {self.tokens_max}"
         held = self.pages.pages
+        if blocks_of(upper) <= self.history.blocks and pages_of(upper) <= self.pages.pages:
+            return False  # nearly every step
         writes = [write for write in (self.history.ensure(blocks_of(upper)), self.pages.ensure(pages_of(upper))) if write is not None]
         if not writes:
             return False

@@ -9,10 +9,12 @@ Invariants:
    back until the loop sees it done.
 3. Work that raises while it is launched fails alone, in its stream's order; what comes `after` it never launches. A failure that the
    device reports is the device's: every outstanding operation fails with `DeviceLost`, and nothing more is launched.
-4. The poller runs only while something is outstanding: it spins for a while after the last progress, then asks once a millisecond, which
-   is a loop timer's grain. Measured on an H200: polling from the loop wakes after 19 us at the median, a driver callback after 79.
+4. The poller runs only while something is outstanding, and `pace.py` says how: without rest while an end is near, never longer in one
+   round of the loop than others there can bear. Measured on an H200: polling from the loop wakes after 19 us at the median, a driver
+   callback after 79, a waiting thread after 90. A marker is asked with the interpreter's lock held, so no thread delays it.
 """
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,24 +25,23 @@ import torch
 from streams.clock import RealClock
 from streams.errors import DeviceLost
 from streams.event import Event, follow
+from streams.pace import Pace
 from streams.queued import Operation, QueuedBackend, QueuedStream
 from streams.stream import Observer
 
 __all__ = ["DeviceBackend", "DeviceStream"]
 
 T = TypeVar("T")
-_SPIN_NS = 5_000_000  # a decode step of a large model takes some milliseconds: spinning through one costs less than waking late
-_REST_S = 0.001
 
 
 class _DeviceOperation(Operation[T]):
     """An operation with its marker on the device."""
 
-    __slots__ = ("issued", "marker", "on_issue", "outcome", "outcome_error")
+    __slots__ = ("happened", "issued", "marker", "on_issue", "outcome", "outcome_error")
 
     def __init__(self, queue: QueuedStream, work: Callable[[], T], label: str, session: str, number: int) -> None:
         super().__init__(queue, work, label, session, number)
-        self.issued = False
+        self.issued = self.happened = False
         self.marker: torch.cuda.Event | None = None
         self.outcome: T | None = None
         self.outcome_error: BaseException | None = None
@@ -53,6 +54,7 @@ class DeviceStream(QueuedStream):
     def __init__(self, backend: "DeviceBackend", name: str, queue_max: int, priority: int) -> None:
         super().__init__(backend, name, queue_max)
         self.stream = torch.cuda.Stream(backend.device, priority=priority)
+        self._no_grad = torch.no_grad()  # one for all launches: making it costs as much as entering it
         self.outstanding: deque[_DeviceOperation[Any]] = deque()  # launched, not settled
         self._device_backend = backend
         self._ended_ns = -1  # of the operation settled last
@@ -73,7 +75,7 @@ class DeviceStream(QueuedStream):
         """Launch queued operations up to the first that must wait for the host."""
         while self._queued:
             operation = self._queued[0]
-            blocker = next((event for event in (*operation.after, *operation.waits) if not _on_device(event)), None)
+            blocker = _blocker(operation)
             if blocker is not None:
                 if isinstance(blocker, _DeviceOperation):
                     blocker.on_issue.append(self.advance)
@@ -86,12 +88,14 @@ class DeviceStream(QueuedStream):
 
     def _issue(self, operation: _DeviceOperation[Any]) -> None:
         """Put one operation on the device and record its marker behind it."""
-        failure = self._device_backend.lost or next(filter(None, (_failure(event, operation.label) for event in operation.after)), None)
-        with torch.cuda.stream(self.stream), torch.no_grad():
-            for event in (*operation.after, *operation.waits):
-                if isinstance(event, _DeviceOperation) and event.marker is not None and not event.done() and event.queue is not self:
-                    self.stream.wait_event(event.marker)
-            operation.started_ns = time.perf_counter_ns() if failure is None else -1
+        began = time.perf_counter_ns()
+        failure = self._device_backend.lost or _first_failure(operation)
+        with self.stream, self._no_grad:
+            for events in (operation.after, operation.waits):
+                for event in events:
+                    if isinstance(event, _DeviceOperation) and event.queue is not self and event.marker is not None and not event.done():
+                        self.stream.wait_event(event.marker)
+            operation.started_ns = began if failure is None else -1
             if failure is None:
                 assert operation.work is not None
                 try:
@@ -100,31 +104,47 @@ class DeviceStream(QueuedStream):
                     failure = error
             operation.outcome_error = failure
             if self._device_backend.lost is None:
-                operation.marker = torch.cuda.Event()
+                operation.marker = torch.cuda.Event(enable_timing=self._device_backend.timed)
                 operation.marker.record(self.stream)
         operation.issued = True
         self.outstanding.append(operation)
-        waiting, operation.on_issue = operation.on_issue, []
-        for callback in waiting:
-            callback()
+        self._device_backend.launch_ns += time.perf_counter_ns() - began
+        if operation.on_issue:
+            waiting, operation.on_issue = operation.on_issue, []
+            for callback in waiting:
+                callback()
 
     def begin(self, operation: _DeviceOperation[Any]) -> None:
         """Say when an ended operation can have begun: not when it was launched but when all before it had been seen to end."""
         if operation.started_ns >= 0:
-            before = (event.ended_ns for event in (*operation.after, *operation.waits) if isinstance(event, Operation))
-            operation.started_ns = max(operation.started_ns, self._ended_ns, *before)
+            operation.started_ns = self.begun_ns(operation)
         self._ended_ns = operation.ended_ns
+
+    def begun_ns(self, operation: _DeviceOperation[Any]) -> int:
+        """When the oldest outstanding operation can have begun, all before it having ended."""
+        begun = max(operation.started_ns, self._ended_ns)
+        for events in (operation.after, operation.waits):
+            for event in events:
+                if isinstance(event, Operation) and event.ended_ns > begun:
+                    begun = event.ended_ns
+        return begun
 
 
 class DeviceBackend(QueuedBackend[DeviceStream]):
     """Streams of one device, polled from the loop that first submits to them."""
 
-    def __init__(self, device: torch.device | str = "cuda", observer: Observer | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cuda", observer: Observer | None = None, *, timed: bool = False) -> None:
+        """Args: timed: markers keep the device's time, for an observer that compares them."""
         super().__init__(RealClock(), observer)
         self.device = torch.device(device)
+        self.timed = timed
         self.lost: DeviceLost | None = None
+        self.launch_ns = 0  # the loop's time in launching work, so far
+        self.asking_ns = 0  # the loop's time in asking markers that had not happened
         self._polling = False
-        self._progress_ns = 0
+        self._changed = True  # something was launched or has ended since the pace was told
+        self._resting: asyncio.TimerHandle | None = None
+        self._pace = Pace()
         self._turn: list[DeviceStream] = []
 
     def open_stream(self, name: str, queue_max: int) -> DeviceStream:
@@ -138,27 +158,58 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
         """See `QueuedBackend.shut`. Nothing is outstanding; streams go with their last reference."""
 
     def poll(self) -> None:
-        """Ask the markers from the loop's next round on, if anything is outstanding."""
+        """Ask the markers from the loop's next round on, if anything is outstanding; called when something was launched."""
+        self._changed = True
+        if self._resting is not None:
+            self._resting.cancel()  # what was launched now may end sooner than what the rest was for
+            self._resting, self._polling = None, False
         if not self._polling and any(stream.outstanding for stream in self._turn):
             assert self.loop is not None
             self._polling = True
-            self._progress_ns = time.perf_counter_ns()
             self.loop.call_soon(self._ask)
 
     def _ask(self) -> None:
-        """One round over the streams' oldest markers."""
-        self._polling = False
-        now = time.perf_counter_ns()
-        if self._collect():
-            self._progress_ns = now
+        """One round over the streams' oldest markers; again and again while the loop has nothing else and an end is near."""
+        self._polling, self._resting = False, None
+        began = time.perf_counter_ns()
+        found = self._collect()
+        if not found:
+            if self._changed:
+                self._expect()
+            slice_ns = self._pace.slice_ns(began)
+            happened = slice_ns > 0 and self._spin(began + slice_ns)
+            self.asking_ns += time.perf_counter_ns() - began
+            found = happened and self._collect()
         if self._polling or not any(stream.outstanding for stream in self._turn):
             return
         assert self.loop is not None
         self._polling = True
-        if now - self._progress_ns < _SPIN_NS:
+        rest_s = self._pace.rest_s(time.perf_counter_ns(), found=found)
+        if rest_s == 0.0:
             self.loop.call_soon(self._ask)
         else:
-            self.loop.call_later(_REST_S, self._ask)
+            self._resting = self.loop.call_later(rest_s, self._ask)
+
+    def _expect(self) -> None:
+        """Tell the pace what can end next. Not in a round that settles: those who wait come first."""
+        self._changed = False
+        heads = ((stream, stream.outstanding[0]) for stream in self._turn if stream.outstanding)
+        began = ((operation.label, stream.begun_ns(operation)) for stream, operation in heads if _in_turn(operation))
+        self._pace.expect(time.perf_counter_ns(), began)
+
+    def _spin(self, until_ns: int) -> bool:
+        """Ask what can happen next until something may have, or the time is up: False. Settles nothing."""
+        heads = (stream.outstanding[0] for stream in self._turn if stream.outstanding)
+        asked = [(head, head.marker.query) for head in heads if head.marker is not None and _in_turn(head)]
+        try:
+            while time.perf_counter_ns() < until_ns:
+                for head, query in asked:
+                    if query():
+                        head.happened = True
+                        return True
+        except RuntimeError:
+            return True  # the device's: `_collect` meets it again and says so
+        return False
 
     def _collect(self) -> bool:
         """Settle what has completed; returns whether anything has."""
@@ -170,13 +221,18 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
                     operation = stream.outstanding.popleft()
                     operation.ended_ns = time.perf_counter_ns()
                     stream.begin(operation)
+                    if operation.started_ns >= 0:
+                        self._pace.ended(operation.label, operation.ended_ns - operation.started_ns)
                     self.settle(operation, operation.outcome, operation.outcome_error)
                     settled = any_settled = True
+        self._changed = self._changed or any_settled
         return any_settled
 
     def _completed(self, operation: _DeviceOperation[Any]) -> bool:
-        if not all(event.done() for event in (*operation.after, *operation.waits)):
+        if not _in_turn(operation):
             return False
+        if operation.happened:
+            return True
         if operation.marker is None or self.lost is not None:
             operation.outcome_error = operation.outcome_error or self.lost
             return True
@@ -189,9 +245,31 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
             return True
 
 
-def _on_device(event: Event[Any]) -> bool:
-    """Whether the device can order work behind the event without the host."""
-    return event.done() or (isinstance(event, _DeviceOperation) and event.issued)
+def _blocker(operation: _DeviceOperation[Any]) -> Event[Any] | None:
+    """The first event that keeps the operation off the device: the host must see it done, or launched, before."""
+    for events in (operation.after, operation.waits):
+        for event in events:
+            if not (event.done() or (isinstance(event, _DeviceOperation) and event.issued)):
+                return event
+    return None
+
+
+def _in_turn(operation: _DeviceOperation[Any]) -> bool:
+    """Whether everything the operation comes after is settled."""
+    for events in (operation.after, operation.waits):
+        for event in events:
+            if not event.done():
+                return False
+    return True
+
+
+def _first_failure(operation: _DeviceOperation[Any]) -> BaseException | None:
+    """What the operation fails with before it runs."""
+    for event in operation.after:
+        failure = _failure(event, operation.label)
+        if failure is not None:
+            return failure
+    return None
 
 
 def _failure(event: Event[Any], label: str) -> BaseException | None:
