@@ -84,7 +84,7 @@ def _generating(dialect: Dialect) -> Route:
             prompt, sampling, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
             namespace=service.namespace, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history,
         )  # fmt: skip
-        with service.running():
+        with service.running(None if turn is None else turn.id):
             async with opening as generation:
                 prompt_ids = await generation.prompt()
                 if turn is not None:
@@ -250,11 +250,16 @@ async def serve(
     what opening raises.
     """
     service, signals = Service(config), Signals()
-    with open_shelf(config.sessions_dir, service.namespace) as service.shelf, signals.caught():
+    shelf = open_shelf(
+        config.sessions_dir, service.namespace, quota_bytes=config.sessions_quota_bytes, retention=service.retention
+    )  # fmt: skip
+    with shelf as service.shelf, signals.caught():
         async with listening(service) as address, AsyncExitStack() as stack:
             async with signals.until_signal():
-                service.engine = engine = await stack.enter_async_context(open_engine())
-                await (while_ready(address, engine) if while_ready is not None else asyncio.Event().wait())
+                engine = await stack.enter_async_context(open_engine())
+                service.opened(engine)
+                async with service.tended():
+                    await (while_ready(address, engine) if while_ready is not None else asyncio.Event().wait())
             async with signals.until_signal():
                 await service.drain()
             await service.cut()

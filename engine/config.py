@@ -78,6 +78,8 @@ class ServerConfig:
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     log_format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal
     sessions_dir: str = ""  # directory of archives; "": sessions end with the server
+    sessions_quota_bytes: int = 0  # of a key's archives there; 0: none
+    session_ttl_s: float = 0.0  # after its last use a session is removed, unless it was made with another age; 0: never
     synthetic_history: bool = False  # whether requests may begin with made-up rows, for measuring
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class ServerConfig:
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("body_bytes_max", self.body_bytes_max >= 1024, "at least 1024"),
             ("drain_timeout_s", 0 <= self.drain_timeout_s <= 86_400, "between 0 and 86400 seconds"),
+            ("sessions_quota_bytes", self.sessions_quota_bytes >= 0, "at least 0"),
+            ("session_ttl_s", 0 <= self.session_ttl_s < 2**53, "at least 0 seconds"),
             ("log_format", self.log_format in ("auto", "json", "console"), "one of auto, json, console"),
         )
         for name, holds, wanted in checks:

@@ -10,12 +10,13 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import structlog
 
-from engine.errors import ArchiveFailed, ForebayError, SessionBusy
+from engine.errors import ArchiveFailed, ForebayError, SessionBusy, UnknownSession
 from engine.protocol import SessionId
+from engine.request import Request
 from engine.session import Phase, Session
 
 __all__ = ["Departures"]
@@ -27,17 +28,17 @@ class Departures:
     """One engine's. Loop thread only."""
 
     def __init__(
-        self, by_use: Callable[[], Iterable[Session]], wanted: Callable[[Session], bool], let_go: Callable[[Session], None],
-        wake: Callable[[], None],
+        self, by_use: Callable[[], Iterable[Session]], requests_of: Callable[[Session], Sequence[Request]],
+        let_go: Callable[[Session], None], wake: Callable[[], None],
     ) -> None:  # fmt: skip
         """None leaves yet.
 
-        Args: by_use: sessions that have rows, the least recently used first. wanted: whether requests of a session have not ended.
-            let_go: closes its memory. wake: called when one has left, or could not.
+        Args: by_use: sessions that have rows, the least recently used first. requests_of: those of a session that have
+            not ended. let_go: closes its memory. wake: called when one has left, or could not.
         """
         self.held: dict[SessionId, Session] = {}  # the sessions of callers, by id; who leaves is taken out
         self._by_use = by_use
-        self._wanted = wanted
+        self._requests_of = requests_of
         self._let_go = let_go
         self._wake = wake
         self._archive: Callable[[SessionId], Awaitable[object]] | None = None
@@ -83,14 +84,23 @@ class Departures:
         return mine and at_rest and bool(session.tokens) and not self._expected(session)
 
     def _expected(self, session: Session) -> bool:
-        return session.closing or session.coming > 0 or self._wanted(session)
+        return session.closing or session.coming > 0 or bool(self._requests_of(session))
 
-    async def leave(self, session: Session) -> bool:
-        """Archive a session and let go of its memory; returns False where it stays because somebody came for it meanwhile.
+    async def archive(self, session_id: SessionId) -> bool:
+        """Bring a session to disk and let go of its memory; returns False where it stays because somebody came for it meanwhile.
 
-        Raises: SessionBusy: it is in a turn, or there is no place for archives; and what archiving raises. It stays then.
+        Raises: UnknownSession; SessionBusy: it is in a turn; and what archiving raises. It stays then.
         """
-        if self._archive is None or not session.idle or self._expected(session):
+        session = self.held.get(session_id)
+        if session is None:
+            raise UnknownSession(f"no session {session_id!r}", field="session")
+        while ending := [request for request in self._requests_of(session) if request.finished]:
+            await ending[0].ended.wait()  # the session is theirs for a moment more
+        return await self._leave(session)
+
+    async def _leave(self, session: Session) -> bool:
+        assert self._archive is not None, "nobody said where archives go"
+        if not session.idle or self._expected(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; archive it between its turns", field="session")
         before = (session.revision, len(session.tokens))
         await self._archive(session.id)
@@ -118,7 +128,7 @@ class Departures:
 
     async def _try(self, session: Session) -> None:
         try:
-            if await self.leave(session):
+            if await self._leave(session):
                 self.failure = ""
                 self._failed.clear()
                 self.count += 1

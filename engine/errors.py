@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 __all__ = [
     "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted",
-    "SessionBroken", "SessionBusy", "StaleRevision", "UnknownSession", "shown",
+    "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -98,6 +98,14 @@ class NotAdmitted(ForebayError):
         self.retry_after_s = retry_after_s
         if retry_after_s is not None:
             self.status = 429
+
+
+class QuotaExceeded(ForebayError):
+    """An archive would take the key's archives past its quota; nothing was written. The session lives on."""
+
+    exit_code = 4
+    status = 403
+    kind = "quota_error"
 
 
 class SessionBroken(ForebayError):

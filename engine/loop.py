@@ -45,7 +45,7 @@ class StepLoop:
         self.stage = stage
         self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
         self.stored = StoredSessions(stage, stores, self._close_session)
-        self.departures = Departures(lambda: self.stored.by_use, self._wanted, self._close_session, self.wake)
+        self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
         self.decoding: list[Request] = []
@@ -79,6 +79,10 @@ class StepLoop:
     def requests(self) -> tuple[Request, ...]:
         """Every request that has not ended."""
         return (*self.waiting, *self.appending, *self.decoding)
+
+    def of(self, session: Session) -> list[Request]:
+        """Requests of a session that have not ended."""
+        return [request for request in self.requests if request.session is session]
 
     # What callers do.
 
@@ -119,12 +123,9 @@ class StepLoop:
         session = request.session
         if not (self._closing or session.closing) and self.stored.keep(session):
             return
-        last = session.phase is not Phase.EXPORTING and not self._wanted(session, request)
+        last = session.phase is not Phase.EXPORTING and self.of(session) in ([], [request])
         if (session.temporary or (session.closing and last) or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
             self._close_session(session)
-
-    def _wanted(self, session: Session, by_others_than: Request | None = None) -> bool:
-        return any(one.session is session for one in self.requests if one is not by_others_than)
 
     def _close_session(self, session: Session) -> None:
         self.drop_memory(session)

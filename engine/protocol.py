@@ -8,7 +8,7 @@ Holds typing protocols and the ids and counts that cross them. Knows no tensors 
 3. A generation that was left (`aclose`, leaving its block) runs at most one more step.
 """
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,8 @@ from engine.config import EngineConfig
 from engine.sampling import Sampling
 
 __all__ = [
-    "EngineFace", "EngineOpener", "EngineStatistics", "GenerationFace", "Message", "Progress", "Prompt", "PromptProgress", "SessionId",
-    "SessionView", "SyntheticHistory", "TemplateFace", "TokenizerFace",
+    "DeparturesFace", "EngineFace", "EngineOpener", "EngineStatistics", "GenerationFace", "Message", "Progress", "Prompt",
+    "PromptProgress", "SessionId", "SessionView", "SyntheticHistory", "TemplateFace", "TokenizerFace",
 ]  # fmt: skip
 
 SessionId = NewType("SessionId", str)
@@ -51,6 +51,7 @@ class SessionView:
     host_bytes: int
     device_bytes: int
     used_at: float  # Unix time of its last turn's beginning, cut or making
+    archive_bytes: int = 0  # what an archive of it takes, about
 
 
 class PromptProgress(Protocol):
@@ -171,6 +172,21 @@ class EngineStatistics(Protocol):
         ...
 
 
+class DeparturesFace(Protocol):
+    """Sessions that leave memory for the disk."""
+
+    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
+        """From now on idle sessions of a namespace leave where somebody needs their memory.
+
+        Args: archive: exports one to where it will be found again; raises ForebayError.
+        """
+        ...
+
+    async def archive(self, session_id: SessionId) -> bool:
+        """Bring one to disk and let go of its memory; False: somebody came for it meanwhile. Raises UnknownSession, SessionBusy."""
+        ...
+
+
 class EngineFace(Protocol):
     """An open engine."""
 
@@ -198,6 +214,11 @@ class EngineFace(Protocol):
     @property
     def sessions(self) -> Mapping[SessionId, SessionView]:
         """The sessions that callers hold, as they are now, in order of their making."""
+        ...
+
+    @property
+    def departures(self) -> DeparturesFace:
+        """How idle sessions leave memory."""
         ...
 
     async def create_session(self, namespace: str = "") -> SessionId:

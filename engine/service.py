@@ -1,20 +1,23 @@
-"""What serving shares: the engine once it is open, whether it drains, how many requests run. Knows no HTTP.
+"""What serving shares: the engine once it is open, whether it drains, how many requests run, what is kept how long. Knows no HTTP.
 
 1. A request is admitted only while the engine is open, ready and not draining.
 2. A drain ends when nothing runs any more, or after its limits; what is left then is cut, never forgotten.
+3. A session is removed for its age only where nothing of it runs.
 """
 
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 
 import structlog
 
 from engine.config import ServerConfig
 from engine.errors import ForebayError
-from engine.protocol import EngineFace
+from engine.protocol import EngineFace, SessionId
+from engine.retention import Retention
 from engine.shelf import Shelf
 
 __all__ = ["NotServing", "Service"]
@@ -40,6 +43,7 @@ class Service:
         self.config = config
         self.engine: EngineFace | None = None
         self.shelf: Shelf | None = None  # where sessions are kept on disk
+        self.retention = Retention(config.session_ttl_s)
         self.created = int(time.time())
         # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
         self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
@@ -67,9 +71,70 @@ class Service:
                 await self.shelf.restore(self.admitted, session_id)
         return self.admitted()
 
+    def opened(self, engine: EngineFace) -> None:
+        """The engine is open: idle sessions have a place to leave for, if the server has one."""
+        self.engine = engine
+        if self.shelf is not None:
+            engine.departures.archive_with(partial(self.shelf.export, engine), self.namespace)
+
+    @asynccontextmanager
+    async def tended(self) -> AsyncIterator[None]:
+        """Sessions whose time has come are removed for the length of the block."""
+        failure: BaseException | None = None
+        async with asyncio.TaskGroup() as group:
+            looking = group.create_task(self._expire_for_ever(), name="ages of sessions")
+            try:
+                yield
+            # Kept aside so that it leaves as it was, not inside an exception group.
+            except BaseException as error:
+                failure = error
+            looking.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _expire_for_ever(self) -> None:
+        while True:
+            try:
+                await self.expire()
+            except ForebayError as error:
+                log.warning("session.not_removed", reason=str(error))
+            await asyncio.sleep(self.retention.look_again_s)
+
+    async def expire(self) -> None:
+        """Remove every session whose time has come. Raises ArchiveFailed."""
+        engine = self.engine
+        if engine is None or self.state != "ready" or not self.retention.any_age:
+            return
+        due = [view.id for view in engine.sessions.values() if view.namespace == self.namespace and self.retention.due(view)]
+        if self.shelf is not None:
+            archived = await self.shelf.ages()
+            due += [SessionId(name) for name, used_at in archived.items() if self._is_due(name, used_at)]
+        for session_id in dict.fromkeys(due):
+            if await self.remove(session_id, due=partial(self._is_due, session_id)):
+                log.info("session.expired", session_id=session_id)
+
+    def _is_due(self, session_id: str, used_at: float) -> bool:
+        assert self.engine is not None, "ages are looked at while the engine is open"
+        view = self.engine.sessions.get(SessionId(session_id))
+        return self.retention.due_at(session_id, used_at) if view is None else self.retention.due(view)
+
+    async def remove(self, session_id: str, *, due: Callable[[float], bool] | None = None) -> bool:
+        """Close a session and remove its archive; returns whether there was either. Args: due: as `Shelf.remove`'s."""
+        engine = self.admitted()
+        if self.shelf is not None:
+            found = await self.shelf.remove(engine, session_id, due=due)
+        else:
+            view = engine.sessions.get(SessionId(session_id))
+            found = view is not None and view.namespace == self.namespace and (due is None or due(view.used_at))
+            if found:
+                await engine.close_session(SessionId(session_id))
+        if found:
+            self.retention.forget(session_id)
+        return found
+
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """The current task as a request that a drain waits for."""
+    def running(self, session_id: str | None = None) -> Iterator[None]:
+        """The current task as a request that a drain waits for. Args: session_id: of the session whose turn it is."""
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         assert task not in self._running, "a task is one request at a time"
@@ -79,6 +144,8 @@ class Service:
             yield
         finally:
             self._running.remove(task)
+            if session_id is not None and self.retention.any_age and self.engine is not None and session_id in self.engine.sessions:
+                self.retention.used(session_id)
             if not self._running:
                 self._idle.set()
 

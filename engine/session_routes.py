@@ -6,11 +6,14 @@ another key's is as unknown as one that never was.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from engine import api
+from engine.api.sessions import SessionCard, parse_create
 from engine.errors import BadRequest, SessionBusy, UnknownSession
 from engine.http import SERVICE, answer, parsed
 from engine.protocol import EngineFace, SessionId, SessionView
@@ -32,6 +35,7 @@ def add_session_routes(router: web.UrlDispatcher) -> None:
     router.add_post("/v1/sessions/{session}/fork", _fork)
     router.add_post("/v1/sessions/{session}/truncate", _truncate)
     router.add_post("/v1/sessions/{session}/export", _export)
+    router.add_post("/v1/sessions/{session}/archive", _archive)
 
 
 async def _found(request: web.Request) -> tuple[EngineFace, SessionView]:
@@ -59,6 +63,10 @@ def _view(engine: EngineFace, session_id: SessionId, namespace: str) -> SessionV
     return view
 
 
+def _card(service: Service, view: SessionView, disk_bytes: int | UnsetType = UNSET) -> SessionCard:
+    return api.session_card(view, disk_bytes, service.retention.expires_at(view.id, view.used_at))
+
+
 async def _asked(request: web.Request, parse: Callable[[bytes], _Asked]) -> _Asked:
     """The body; none at all is an empty one."""
     return await parsed(request, parse) if request.can_read_body else parse(b"{}")
@@ -66,10 +74,11 @@ async def _asked(request: web.Request, parse: Callable[[bytes], _Asked]) -> _Ask
 
 async def _create(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    await _asked(request, api.parse_nothing)
+    asked = await _asked(request, parse_create)
     engine = service.admitted()
     made = await engine.create_session(service.namespace)
-    return answer(api.encode(api.session_card(_view(engine, made, service.namespace))), 201)
+    service.retention.give(made, asked.ttl)
+    return answer(api.encode(_card(service, _view(engine, made, service.namespace))), 201)
 
 
 async def _list(request: web.Request) -> web.StreamResponse:
@@ -77,14 +86,15 @@ async def _list(request: web.Request) -> web.StreamResponse:
     service.admitted()
     archived = [] if service.shelf is None else await service.shelf.archived()
     views = {view.id: view for view in service.admitted().sessions.values() if view.namespace == service.namespace}
-    cards = [api.session_card(view) for view in views.values()]
-    cards += [api.session_card(each.view, each.disk_bytes) for each in archived if each.view.id not in views]
+    cards = [_card(service, view) for view in views.values()]
+    cards += [_card(service, each.view, each.disk_bytes) for each in archived if each.view.id not in views]
     return answer(api.encode(api.SessionList(data=tuple(cards))))
 
 
 async def _read(request: web.Request) -> web.StreamResponse:
     service, name, wanted = request.app[SERVICE], request.match_info["session"], request.query.get("include", "")
-    engine, disk_bytes = service.admitted(), None
+    engine = service.admitted()
+    disk_bytes: int | UnsetType = UNSET
     if service.shelf is not None and not _is_held(engine, name, service):
         found, ids = await service.shelf.find(name)
         view, disk_bytes = found.view, found.disk_bytes
@@ -94,17 +104,14 @@ async def _read(request: web.Request) -> web.StreamResponse:
     if wanted not in ("", "tokens"):
         raise api.unknown_include(wanted)
     if not wanted:
-        return answer(api.encode(api.session_card(view) if disk_bytes is None else api.session_card(view, disk_bytes)))
+        return answer(api.encode(_card(service, view, disk_bytes)))
     bytes_of = engine.tokenizer.token_bytes if engine.tokenizer.available else None
     return answer(await asyncio.to_thread(api.encode_session, view, ids, bytes_of))
 
 
 async def _delete(request: web.Request) -> web.StreamResponse:
     service, name = request.app[SERVICE], request.match_info["session"]
-    engine = service.admitted()
-    if service.shelf is None:
-        await engine.close_session(_view(engine, SessionId(name), service.namespace).id)
-    elif not await service.shelf.remove(engine, name):
+    if not await service.remove(name):
         raise UnknownSession(f"no session {name[:80]!r}", field="session")
     return answer(api.encode(api.SessionDeleted(id=name)))
 
@@ -113,12 +120,32 @@ async def _export(request: web.Request) -> web.StreamResponse:
     await _asked(request, api.parse_nothing)
     service, name = request.app[SERVICE], request.match_info["session"]
     engine, shelf = service.admitted(), _shelf(service)
-    if not _is_held(engine, name, service):
-        found, _ = await shelf.find(name)  # it lies there as it is
-        return answer(api.encode(api.session_card(found.view, found.disk_bytes)))
-    with service.running():
-        disk_bytes = await shelf.export(engine, SessionId(name))
-    return answer(api.encode(api.session_card(_view(engine, SessionId(name), service.namespace), disk_bytes)))
+    disk_bytes: int | UnsetType = UNSET
+    if _is_held(engine, name, service):
+        with service.running(), suppress(UnknownSession):  # it may leave by itself before its turn comes
+            disk_bytes = await shelf.export(engine, SessionId(name))
+    return await _found_card(service, name, disk_bytes)
+
+
+async def _archive(request: web.Request) -> web.StreamResponse:
+    await _asked(request, api.parse_nothing)
+    service, name = request.app[SERVICE], request.match_info["session"]
+    engine, shelf = service.admitted(), _shelf(service)
+    if _is_held(engine, name, service):
+        with service.running(), suppress(UnknownSession):
+            if not await engine.departures.archive(SessionId(name)):
+                raise SessionBusy(f"session {name} was asked for while it was archived, and stays; archive it later", field="session")
+    found, _ = await shelf.find(name)
+    return answer(api.encode(_card(service, found.view, found.disk_bytes)))
+
+
+async def _found_card(service: Service, name: str, disk_bytes: int | UnsetType) -> web.StreamResponse:
+    """The card of a session, wherever it is by now."""
+    engine = service.admitted()
+    if _is_held(engine, name, service):
+        return answer(api.encode(_card(service, _view(engine, SessionId(name), service.namespace), disk_bytes)))
+    found, _ = await _shelf(service).find(name)
+    return answer(api.encode(_card(service, found.view, found.disk_bytes)))
 
 
 async def _import(request: web.Request) -> web.StreamResponse:
@@ -129,18 +156,20 @@ async def _import(request: web.Request) -> web.StreamResponse:
         raise SessionBusy(f"session {asked.id} is held already; use it, or delete it first", field="id")
     await shelf.find(asked.id)
     engine = await service.restored(asked.id)
-    return answer(api.encode(api.session_card(_view(engine, SessionId(asked.id), service.namespace))))
+    return answer(api.encode(_card(service, _view(engine, SessionId(asked.id), service.namespace))))
 
 
 async def _fork(request: web.Request) -> web.StreamResponse:
     asked = await _asked(request, api.parse_fork)
+    service = request.app[SERVICE]
     engine, view = await _found(request)
     made = await engine.fork_session(view.id, asked.tokens, revision=asked.revision)
-    return answer(api.encode(api.session_card(_view(engine, made, view.namespace))), 201)
+    service.retention.give(made, service.retention.given_s(view.id) if asked.ttl is None else asked.ttl)
+    return answer(api.encode(_card(service, _view(engine, made, view.namespace))), 201)
 
 
 async def _truncate(request: web.Request) -> web.StreamResponse:
     asked = await parsed(request, api.parse_truncate)
     engine, view = await _found(request)
     await engine.truncate_session(view.id, asked.tokens, revision=asked.revision)
-    return answer(api.encode(api.session_card(_view(engine, view.id, view.namespace))))
+    return answer(api.encode(_card(request.app[SERVICE], _view(engine, view.id, view.namespace))))

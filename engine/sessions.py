@@ -26,6 +26,7 @@ from memory.errors import DoesNotFit
 __all__ = ["Sessions"]
 
 T = TypeVar("T")
+_MANIFEST_BYTES = 8192  # beside tokens, hidden states as base64, and two checksums of 35 characters a block
 
 
 class Sessions:
@@ -125,7 +126,7 @@ class Sessions:
 
     def running(self, session: Session) -> list[Request]:
         """Requests of the session that have not ended."""
-        return [request for request in self._loop.requests if request.session is session]
+        return self._loop.of(session)
 
     def check_revision(self, session: Session, revision: int | None) -> None:
         """Raise StaleRevision unless the session is at `revision`, with no turn on its way; None: any will do."""
@@ -151,11 +152,13 @@ class Sessions:
 
     def _view(self, session: Session) -> SessionView:
         host = device = 0
+        archive = 8 * len(session.tokens) + _MANIFEST_BYTES
         if session.memory is not None:
+            archive += session.rows * (self._loop.stage.layout.block_bytes + 70) // BLOCK_ROWS + 6 * session.memory.hidden.numel()
             host, device = held_bytes(self._loop, session)
         return SessionView(
             id=session.id, namespace=session.namespace, phase=session.phase.value, revision=session.revision, token_ids=session.tokens,
-            rows=session.rows, host_bytes=host, device_bytes=device, used_at=session.used_at,
+            rows=session.rows, host_bytes=host, device_bytes=device, used_at=session.used_at, archive_bytes=archive,
         )  # fmt: skip
 
 

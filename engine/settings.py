@@ -77,6 +77,17 @@ def parse_seconds(text: str) -> float:
     return value
 
 
+def parse_age(text: str) -> float:
+    """Seconds: `off` as 0, a plain count, or 90m, 12h, 7d."""
+    if text == "off":
+        return 0.0
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:], 0)
+    try:
+        return parse_seconds(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        raise ValueError("off, or an age like 90m, 12h or 7d") from None
+
+
 def parse_decimal(text: str) -> float:
     """A positive finite number."""
     try:
@@ -188,6 +199,8 @@ SETTINGS: dict[str, Setting] = _table(
         ("body_max", "server.body_bytes_max", parse_size, "SIZE", "largest request body"),
         ("drain_timeout", "server.drain_timeout_s", parse_seconds, "SECONDS", "how long running requests may go on after SIGTERM"),
         ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),
+        ("sessions_quota", "server.sessions_quota_bytes", parse_size, "SIZE", "most that a key's archives may take of it; auto: no limit"),
+        ("session_ttl", "server.session_ttl_s", parse_age, "AGE", "remove a session this long after its last use, like 90m or 7d"),
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
         ("log_format", "server.log_format", choice("auto", "json", "console"), "auto|json|console", "auto: console on a terminal"),
     )

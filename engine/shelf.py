@@ -6,6 +6,8 @@ Invariants:
 1. A name from outside reaches the disk only if it has the form of a session's id: no path comes out of one.
 2. One server has the directory at a time. Sessions of a key lie in a folder of that key's.
 3. Restoring and removing a session exclude each other; restores take memory one after the other, in the order they came.
+4. Nothing is written that would take the archives of the key past their quota, as far as an archive's size is known beforehand.
+5. An archive's age counts from the time of its manifest: the last use of what is in it.
 """
 
 import asyncio
@@ -26,8 +28,9 @@ import structlog
 from engine.archive.ahead import beside
 from engine.archive.directory import MANIFEST, Directory, said
 from engine.archive.reader import open_manifest
-from engine.errors import ArchiveRefused, BadSetting, ForebayError, NotAdmitted, UnknownSession, shown
+from engine.errors import ArchiveRefused, BadSetting, ForebayError, NotAdmitted, QuotaExceeded, UnknownSession, shown
 from engine.protocol import EngineFace, SessionId, SessionView
+from engine.retention import Retention, forget_age, read_age, write_age
 
 __all__ = ["Archived", "Shelf", "open_shelf"]
 
@@ -48,10 +51,12 @@ class Archived:
 
 
 @contextmanager
-def open_shelf(path: str, namespace: str) -> Iterator["Shelf | None"]:
+def open_shelf(
+    path: str, namespace: str, *, quota_bytes: int = 0, retention: Retention | None = None
+) -> Iterator["Shelf | None"]:  # fmt: skip
     """A server's shelf for the length of the block; None where `path` is empty. Made if absent.
 
-    Raises: BadSetting: it cannot be written, or another server has it.
+    Args: see Shelf. Raises: BadSetting: it cannot be written, or another server has it.
     """
     if not path:
         yield None
@@ -68,7 +73,7 @@ def open_shelf(path: str, namespace: str) -> Iterator["Shelf | None"]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise BadSetting(f"--sessions-dir: another server uses {path}; choose another directory") from error
-        shelf = Shelf(Path(path), namespace)
+        shelf = Shelf(Path(path), namespace, quota_bytes=quota_bytes, retention=retention)
         shelf.sweep()
         yield shelf
     finally:
@@ -78,7 +83,11 @@ def open_shelf(path: str, namespace: str) -> Iterator["Shelf | None"]:
 class Shelf:
     """One server's. Loop only."""
 
-    def __init__(self, path: Path, namespace: str = "") -> None:
+    def __init__(self, path: Path, namespace: str = "", *, quota_bytes: int = 0, retention: Retention | None = None) -> None:
+        """Args: quota_bytes: of all files here; 0: none. retention: learns the ages that archives came with."""
+        self._quota_bytes = quota_bytes
+        self._retention = Retention(0.0) if retention is None else retention
+        self._writing: dict[str, int] = {}  # bytes that archives will have that are being written
         self._path = path / namespace[:_NAMESPACE_DIGITS] if namespace else path
         self._namespace = namespace
         self._turn = asyncio.Lock()
@@ -87,7 +96,9 @@ class Shelf:
     def sweep(self) -> None:
         """Remove what exports left that were killed before they ended for the first time. Blocking; before anything else."""
         for place in _places(self._path):
-            if not place.is_symlink() and not os.path.lexists(place / MANIFEST):
+            if _is_there(place):
+                self._retention.give(place.name, read_age(place))
+            elif not place.is_symlink():
                 with suppress(ForebayError):
                     _empty(place)
 
@@ -114,12 +125,36 @@ class Shelf:
         return await beside(partial(_look_at_all, self._path, self._namespace))
 
     async def export(self, engine: EngineFace, session_id: SessionId) -> int:
-        """Write a session that the engine holds; returns the archive's bytes. See Engine.export_session. Raises UnknownSession too."""
-        place = self._place(session_id)
+        """Write a session that the engine holds; returns the archive's bytes. See Engine.export_session.
+
+        Raises: QuotaExceeded, UnknownSession too.
+        """
+        place, view = self._place(session_id), engine.sessions.get(session_id)
+        if view is None:
+            raise UnknownSession(f"no session {session_id!r}", field="session")
         with _named(place):
             await beside(partial(_make_room_for, place))
-            await engine.export_session(session_id, place)
-            return await beside(partial(_disk_bytes, place))
+            try:
+                if self._quota_bytes:
+                    self._check_quota(place, view.archive_bytes, await beside(partial(_bytes_of_each, self._path)))
+                await beside(partial(write_age, place, self._retention.given_s(session_id)))
+                await engine.export_session(session_id, place)
+            finally:
+                self._writing.pop(session_id, None)
+            return await beside(partial(_settled, place, view.used_at))
+
+    def _check_quota(self, place: Path, archive_bytes: int, held: dict[str, int]) -> None:
+        taken = sum({**held, **self._writing, place.name: 0}.values())
+        if taken + archive_bytes > self._quota_bytes:
+            raise QuotaExceeded(
+                f"archiving session {place.name} takes about {archive_bytes} bytes, and {taken} of {self._quota_bytes} are taken; "
+                "delete sessions, or raise --sessions-quota"
+            )
+        self._writing[place.name] = archive_bytes
+
+    async def ages(self) -> dict[str, float]:
+        """When what lies here was last used, by id; Unix time."""
+        return await beside(partial(_ages, self._path))
 
     async def restore(self, admitted: Callable[[], EngineFace], session_id: str) -> bool:
         """Bring a session back into the engine; returns whether it did: False where the engine holds it, or nothing of it is here.
@@ -144,6 +179,7 @@ class Shelf:
 
     async def _take(self, admitted: Callable[[], EngineFace], place: Path) -> SessionId:
         until = asyncio.get_running_loop().time() + _WAIT_S
+        await beside(partial(_touch, place, self._retention.now()))  # before: behind it the session must not be waited for
         while True:
             engine = admitted()
             try:
@@ -155,9 +191,14 @@ class Shelf:
                     raise
             await asyncio.sleep(_AGAIN_S)
 
-    async def remove(self, engine: EngineFace, session_id: str) -> bool:
-        """Close a session of the server's, if it is held, and remove what is here of it; returns whether there was either."""
+    async def remove(self, engine: EngineFace, session_id: str, *, due: Callable[[float], bool] | None = None) -> bool:
+        """Close a session of the server's, if it is held, and remove what is here of it; returns whether there was either.
+
+        Args: due: of its last use; nothing is done where that is False by now.
+        """
         async with self._lock(session_id):
+            if due is not None and not await self._is_due(engine, session_id, due):
+                return False
             view = engine.sessions.get(SessionId(session_id))
             held = view is not None and view.namespace == self._namespace
             if held:
@@ -167,6 +208,12 @@ class Shelf:
             place = self._place(session_id)
             with _named(place):
                 return await beside(partial(_remove, place)) or held
+
+    async def _is_due(self, engine: EngineFace, session_id: str, due: Callable[[float], bool]) -> bool:
+        """Asked without a pause before the removal, and under its lock: nobody can have come for it since."""
+        found = (await self.ages()).get(session_id)
+        view = engine.sessions.get(SessionId(session_id))
+        return due(view.used_at) if view is not None else found is not None and due(found)
 
     async def keep(self, engine: EngineFace, timeout_s: float) -> None:
         """Export every session that has tokens, the last used first, for at most `timeout_s` seconds. What fails is logged."""
@@ -209,6 +256,34 @@ def _make_room_for(place: Path) -> None:
         raise ArchiveRefused("damaged", str(place), "it is a link")
     with said(str(place), "write"):
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _settled(place: Path, used_at: float) -> int:
+    """Work: date an archive; returns its bytes."""
+    _touch(place, used_at)
+    return _disk_bytes(place)
+
+
+def _touch(place: Path, used_at: float) -> None:
+    with suppress(OSError):  # it lives a little longer, or shorter
+        os.utime(place / MANIFEST, (used_at, used_at), follow_symlinks=False)
+
+
+def _bytes_of_each(path: Path) -> dict[str, int]:
+    found = {}
+    for place in _places(path):
+        with suppress(ForebayError):  # removed meanwhile
+            found[place.name] = _disk_bytes(place)
+    return found
+
+
+def _ages(path: Path) -> dict[str, float]:
+    found = {}
+    for place in _places(path):
+        if _is_there(place):
+            with suppress(OSError):
+                found[place.name] = (place / MANIFEST).lstat().st_mtime
+    return found
 
 
 def _disk_bytes(place: Path) -> int:
@@ -266,6 +341,7 @@ def _empty(place: Path) -> None:
     try:
         with said(str(place), "remove"):
             directory.remove()
+            forget_age(place)
     finally:
         directory.close()
     with suppress(OSError):  # something that is not ours lies there, and stays

@@ -5,7 +5,7 @@ caller sees; it has no rows, no steps and no sampling.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,8 +181,21 @@ class FakeEngine:
     truncations: list[tuple[SessionId, int, int | None]] = field(default_factory=list)
     exports: list[SessionId] = field(default_factory=list)
     drains: list[float] = field(default_factory=list)
+    archiver: Callable[[SessionId], Awaitable[object]] | None = None
     draining: asyncio.Event = field(default_factory=asyncio.Event)
     may_drain: asyncio.Event | None = None  # a drain waits for it
+
+    @property
+    def departures(self) -> "FakeEngine":
+        return self
+
+    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
+        self.archiver = archive
+
+    async def archive(self, session_id: SessionId) -> bool:
+        assert self.archiver is not None
+        await self.archiver(session_id)
+        return self.sessions.pop(session_id, None) is not None
 
     async def create_session(self, namespace: str = "") -> SessionId:
         made = SessionId(f"s{len(self.made_sessions)}")

@@ -11,22 +11,33 @@ from engine.errors import BadRequest, shown
 from engine.protocol import SessionView
 
 __all__ = [
-    "ForkRequest", "ImportRequest", "Nothing", "SessionCard", "SessionDeleted", "SessionList", "TierBytes", "TruncateRequest",
-    "encode_session", "parse_fork", "parse_import", "parse_nothing", "parse_truncate", "session_card", "unknown_include",
+    "CreateRequest", "ForkRequest", "ImportRequest", "Nothing", "SessionCard", "SessionDeleted", "SessionList", "TierBytes",
+    "TruncateRequest",
+    "encode_session", "parse_create", "parse_fork", "parse_import", "parse_nothing", "parse_truncate", "session_card", "unknown_include",
 ]  # fmt: skip
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
+Age = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+
+
 class Nothing(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/sessions: nothing is asked yet."""
+    """Body of an export: nothing is asked."""
+
+
+class CreateRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/sessions. `ttl`: seconds after its last use at which it is removed; 0: never; without it the server's."""
+
+    ttl: Age | None = None
 
 
 class ForkRequest(msgspec.Struct, kw_only=True):
-    """Body of POST /v1/sessions/{id}/fork. Without `tokens` all of them are kept."""
+    """Body of POST /v1/sessions/{id}/fork. Without `tokens` all of them are kept; without `ttl` it is the other's."""
 
     tokens: Count | None = None
     revision: Count | None = None
+    ttl: Age | None = None
 
 
 class TruncateRequest(msgspec.Struct, kw_only=True):
@@ -61,6 +72,7 @@ class SessionCard(msgspec.Struct, kw_only=True, frozen=True):
     rows: int
     bytes: TierBytes
     last_used: int  # seconds since the epoch
+    expires_at: int | UnsetType = UNSET  # likewise; absent: never
     token_ids: list[int] | UnsetType = UNSET
     text: str | UnsetType | None = UNSET  # null: the model has no tokenizer
 
@@ -79,6 +91,11 @@ class SessionDeleted(msgspec.Struct, kw_only=True, frozen=True):
 def parse_nothing(body: bytes) -> Nothing:
     """Raises BadRequest."""
     return decode(body, Nothing)
+
+
+def parse_create(body: bytes) -> CreateRequest:
+    """Raises BadRequest naming the field."""
+    return decode(body, CreateRequest)
 
 
 def parse_fork(body: bytes) -> ForkRequest:
@@ -101,11 +118,12 @@ def unknown_include(wanted: str) -> BadRequest:
     return BadRequest(f"include must be 'tokens', not {shown(wanted)}", field="include")
 
 
-def session_card(view: SessionView, disk_bytes: int | UnsetType = UNSET) -> SessionCard:
+def session_card(view: SessionView, disk_bytes: int | UnsetType = UNSET, expires_at: float | None = None) -> SessionCard:
     """A session without its tokens."""
     return SessionCard(
         id=view.id, revision=view.revision, state=view.phase, tokens=len(view.token_ids), rows=view.rows,
         bytes=TierBytes(host=view.host_bytes, device=view.device_bytes, disk=disk_bytes), last_used=int(view.used_at),
+        expires_at=UNSET if expires_at is None else int(expires_at),
     )  # fmt: skip
 
 
