@@ -204,10 +204,13 @@ def key_moves(table: PageTable, first: int, blocks: Sequence[Tensor]) -> list[tu
     Args: first: the number of the first block; its page is held. blocks: uint8 [block_bytes] each, anywhere.
     """
     layout, moves = table.store.layout, []
+    offset, shape = layout.keys_offset, (layout.key_layers, layout.key_layer_bytes)  # asked once: an import has thousands of blocks
+    spans: dict[int, Tensor] = {}
     for number, block in enumerate(blocks, first):
         page, within = divmod(number, PAGE_BLOCKS)
-        span = span_of(table, page).view(layout.key_layers, PAGE_BLOCKS, layout.key_layer_bytes)
-        moves.append((span[:, within], block[layout.keys_offset :].view(layout.key_layers, layout.key_layer_bytes)))
+        if page not in spans:
+            spans[page] = span_of(table, page).view(shape[0], PAGE_BLOCKS, shape[1])
+        moves.append((spans[page][:, within], block[offset:].view(shape)))
     return moves
 
 

@@ -7,7 +7,7 @@ Parts
     identity.py   what an engine's sessions belong to: architecture, weights, formats, layers
     directory.py  the directory: its lock, names, durable renames, leftovers
     writer.py     one export, blocking; reader.py: one import, blocking
-    ahead.py      blocking work in threads, two pieces at a time, followed in order on the loop
+    ahead.py      blocking work in threads, a few pieces at a time, followed in order on the loop
     transfers.py  `Archives`: sessions of an engine out and in
     stages.py     archives of layer ranges into one, and back; listing.py: what lies in a directory, for the command line
 

@@ -17,7 +17,7 @@ __all__ = ["AHEAD", "beside", "held", "in_order"]
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Closable")
-AHEAD: Final = 2  # pieces in threads at a time: one is hashed while the other waits for the disk
+AHEAD: Final = 4  # pieces in threads at a time: one is read or written, others are hashed, or wait for the loop to follow them
 
 
 async def beside(work: Callable[[], T]) -> T:

@@ -41,7 +41,7 @@ __all__ = ["Archives", "Exported", "TransferProgress"]
 
 TransferProgress: TypeAlias = Callable[[int, int], None]  # (bytes done, bytes in all); called on the loop
 
-_BATCH_BYTES: Final = 1 << 25  # that a thread reads or writes at a time: a change of threads may take milliseconds on a busy machine
+_BATCH_BYTES: Final = 1 << 24  # that a thread reads or writes at a time: a change of threads may take milliseconds on a busy machine
 _BATCH_BLOCKS: Final = 512
 
 _log = structlog.get_logger("engine")

@@ -11,7 +11,7 @@ import numpy
 
 from engine.archive.parts import Bytes
 
-__all__ = ["read_all", "read_into", "write_all"]
+__all__ = ["begin_flush", "read_all", "read_into", "write_all"]
 
 _PIECES_MAX: Final = 512  # of one system call; IOV_MAX is 1,024 on Linux
 
@@ -24,6 +24,12 @@ def write_all(file: int, pieces: Sequence[Bytes], offset: int) -> None:
             done = os.pwritev(file, views, offset)
             offset += done
             views = _after(views, done)
+
+
+def begin_flush(file: int, offset: int, size_bytes: int) -> None:
+    """Have the kernel bring written bytes to disk from now on: a later sync has less to wait for. They stay in its memory."""
+    # The advice drops what is on disk already, which these bytes are not, and begins with the rest; sync_file_range is not Python's.
+    os.posix_fadvise(file, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def read_into(file: int, pieces: Sequence[Bytes], offset: int) -> bool:

@@ -1,6 +1,6 @@
 """One export: compares with what the archive has, writes what is new, and names it last.
 
-Blocking: called from threads, `same` and `write` from two at a time. Knows blocks as arrays of bytes; no session, no device.
+Blocking: called from threads, `same` and `write` from several at a time. Knows blocks as arrays of bytes; no session, no device.
 
 Invariants:
 1. What the manifest names is on disk before the manifest is; until then the archive is what it was.
@@ -22,7 +22,7 @@ from engine.archive.directory import MANIFEST, Directory, said
 from engine.archive.identity import Identity
 from engine.archive.manifest import Manifest, Segment, decode, encode
 from engine.archive.parts import Bytes, Part, checksum, piece_bytes, piece_offset, segment_bytes, segment_checksum
-from engine.archive.vectors import read_all, write_all
+from engine.archive.vectors import begin_flush, read_all, write_all
 from engine.errors import ArchiveRefused
 from kernels.layout import BLOCK_ROWS
 from memory.append import blocks_of
@@ -196,10 +196,12 @@ class Writer:
                     within = min(BLOCK_ROWS, one.rows - BLOCK_ROWS * number)
                     pieces.append(one.part.piece(block, within, one.part.first_layer, one.part.layers))
                     one.pieces[number] = checksum(pieces[-1])
+                offset, size_bytes = place * one.part.layers * BLOCK_ROWS * one.part.unit_bytes, sum(piece.size for piece in pieces)
                 # Two writers of one file would wait for each other in the kernel, at up to ten times the cost (two busy cores, ext4).
                 with self._writing:
-                    write_all(one.file, pieces, place * one.part.layers * BLOCK_ROWS * one.part.unit_bytes)
-                total += sum(piece.size for piece in pieces)
+                    write_all(one.file, pieces, offset)
+                    begin_flush(one.file, offset, size_bytes)
+                total += size_bytes
         return total
 
     def end_segment(self) -> None:

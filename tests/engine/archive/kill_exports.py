@@ -41,7 +41,9 @@ def work(path: Path, turn: int) -> None:
 def main(path: Path, kills: int, seed: int) -> None:
     """Raises AssertionError when an archive is not one turn's, whole."""
     draw, turn = random.Random(seed), 0
+    started = time.monotonic()
     export(path, identity(), picture(0))
+    most_s = 3 * (time.monotonic() - started)  # some kills come before an export ended, some after, also on a busy machine
     for _ in range(kills):
         child = os.fork()
         if child == 0:
@@ -49,7 +51,7 @@ def main(path: Path, kills: int, seed: int) -> None:
                 work(path, turn)
             finally:
                 os._exit(1)
-        time.sleep(draw.uniform(0, 0.06))
+        time.sleep(draw.uniform(0, most_s))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), f"an export failed by itself: {status}"
