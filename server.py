@@ -17,21 +17,22 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 from aiohttp import web
 
 from engine import api
-from engine.api.dialects import CHAT, COMPLETION, Dialect
-from engine.chunk import Chunk, Usage
+from engine.api.dialects import CHAT, COMPLETION, ChoiceWriter, Dialect
+from engine.choices import Choices
+from engine.chunk import Chunk
 from engine.commands import WhileReady
 from engine.commands.line import run_line
 from engine.commands.signals import Signals
 from engine.commands.terminal import complain, forget_output
 from engine.config import ServerConfig
 from engine.errors import BadRequest, ForebayError
-from engine.http import RECORD, SERVICE, Route, answer, check_model, name_answer, observe, parsed
+from engine.http import RECORD, SERVICE, HttpError, Route, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
 from engine.protocol import EngineFace, GenerationFace, SessionId
 from engine.relay import Relay
@@ -44,6 +45,7 @@ __all__ = ["CannotBind", "build_app", "main", "serve"]
 
 log = structlog.get_logger()
 
+_Item: TypeAlias = tuple[int, Chunk]  # choice, its next chunk
 _COUNTS = (
     "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "drafts_proposed",
     "drafts_accepted", "stored", "host_bytes", "device_bytes", "resident_bytes",
@@ -64,42 +66,44 @@ def _generating(dialect: Dialect) -> Route:
         asked = await parsed(request, dialect.parse)
         engine = service.admitted()
         check_model(engine, asked.model)
-        sampling = api.to_sampling(asked, engine.default_sampling)
+        samplings = api.to_samplings(asked, engine.default_sampling)
         history = api.to_history(asked, allowed=service.config.synthetic_history)
         head = api.AnswerHead(
             id=dialect.id_prefix + record.request_id,
             model=engine.model_name,
             created=int(time.time()),
-            logprobs=sampling.logprobs is not None,
+            logprobs=samplings[0].logprobs is not None,
             return_token_ids=bool(asked.return_token_ids),
             include_usage=api.wants_usage(asked),
             token_bytes=engine.tokenizer.token_bytes if engine.tokenizer.available else None,
         )
         prompt = dialect.prompt(asked)
         api.check_prompt_size(prompt, engine.context_max)
+        arguments = dialect.arguments(asked, engine.template.variables)
         turn = asked.session
         if turn is not None:
             engine = await service.restored(turn.id)
-        opening = engine.generate(
-            prompt, sampling, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
-            namespace=service.namespace, request_id=record.request_id, template_arguments=dialect.arguments(asked), history=history,
+        generate = partial(
+            engine.generate, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
+            namespace=service.namespace, request_id=record.request_id, template_arguments=arguments, history=history,
         )  # fmt: skip
         with service.running(None if turn is None else turn.id):
-            async with opening as generation:
-                prompt_ids = await generation.prompt()
-                if turn is not None:
-                    head = replace(head, session=partial(_left_at, turn.id, generation))
-                record.session_id, record.usage = generation.session_id, Usage(len(prompt_ids), 0)
-                first = await anext(generation, None)
+            async with Choices(generate, prompt, samplings) as choices:
+                session = None if turn is None else partial(_left_at, turn.id, choices.first)
+                head = replace(head, prompt_token_ids=choices.prompt_ids, session=session)
+                record.session_id, record.usage = choices.first.session_id, choices.usage
+                writers = [dialect.writer(asked, head, index) for index in range(len(samplings))]
+                first = await _next(choices, record)
                 assert first is not None, "a generation has at least one chunk"
-                record.saw(first)
                 if asked.stream:
-                    return await _stream(request, _events(dialect, head, first, generation, prompt_ids, record))
-                chunks = [first]
-                async for chunk in generation:
-                    record.saw(chunk)
-                    chunks.append(chunk)
-                return answer(api.encode(dialect.answer(head, chunks, prompt_ids)))
+                    return await _stream(request, _events(dialect, head, writers, first, choices, record))
+                item: _Item | None = first
+                while item is not None:
+                    choice, chunk = item
+                    writers[choice].take(chunk)
+                    await _leave_ended(choices, writers, choice, record)
+                    item = await _next(choices, record)
+                return answer(api.encode(dialect.answer(head, [writer.choice() for writer in writers], choices.usage)))
 
     return route
 
@@ -108,19 +112,34 @@ def _left_at(session_id: str, generation: GenerationFace) -> api.SessionState:
     return api.SessionState(id=session_id, revision=generation.revision)
 
 
+async def _next(choices: Choices, record: RequestRecord) -> _Item | None:
+    item = await anext(choices, None)
+    if item is not None:
+        record.saw(item[1], choices.usage)
+    return item
+
+
+async def _leave_ended(choices: Choices, writers: Sequence[ChoiceWriter], choice: int, record: RequestRecord) -> None:
+    """Leave a choice that wants no more chunks, before its client hears of the end and asks for the next turn."""
+    if writers[choice].ended:
+        await choices.leave(choice)
+        record.finish_reason = "stop"
+
+
 async def _events(
-    dialect: Dialect, head: api.AnswerHead, first: Chunk, generation: GenerationFace, prompt_ids: Sequence[int], record: RequestRecord
+    dialect: Dialect, head: api.AnswerHead, writers: Sequence[ChoiceWriter], first: _Item, choices: Choices, record: RequestRecord
 ) -> AsyncGenerator[bytes, None]:
     """The stream's events: chunks, then usage if asked for, or an error; then the end."""
-    offset, chunk = api.token_characters(first), first
+    item: _Item | None = first
     try:
-        yield _event(api.encode(dialect.chunk(head, first, True, 0, prompt_ids)))
-        async for chunk in generation:
-            record.saw(chunk)
-            yield _event(api.encode(dialect.chunk(head, chunk, False, offset, ())))
-            offset += api.token_characters(chunk)
+        while item is not None:
+            choice, chunk = item
+            payload = _event(api.encode(writers[choice].event(chunk)))
+            await _leave_ended(choices, writers, choice, record)
+            yield payload
+            item = await _next(choices, record)
         if head.include_usage:
-            yield _event(api.encode(dialect.usage(head, chunk.usage)))
+            yield _event(api.encode(dialect.usage(head, choices.usage)))
     except Exception as error:  # the edge of this stream: it ends with an error chunk
         if not isinstance(error, ForebayError):
             log.exception("request.failed", request_id=record.request_id)
@@ -161,7 +180,8 @@ async def _tokenize(request: web.Request) -> web.StreamResponse:
     check_model(engine, asked.model)
     text = asked.prompt
     if text is None:
-        arguments: dict[str, Any] = {**api.template_arguments(asked), "add_generation_prompt": asked.add_generation_prompt is not False}
+        given = api.template_arguments(asked, engine.template.variables)
+        arguments: dict[str, Any] = {**given, "add_generation_prompt": asked.add_generation_prompt is not False}
         text = engine.template.render(api.to_messages(asked), **arguments)
     api.check_text_size(len(text), engine.context_max, "prompt" if asked.messages is None else "messages")
     ids = await engine.tokenizer.encode_async(text)
@@ -169,6 +189,10 @@ async def _tokenize(request: web.Request) -> web.StreamResponse:
         raise BadRequest(f"return_token_strs gives at most {engine.context_max} tokens, not {len(ids)}", field="return_token_strs")
     text_of = engine.tokenizer.token_text if asked.return_token_strs else None
     return answer(await asyncio.to_thread(api.encode_tokenized, ids, engine.context_max, text_of))
+
+
+async def _embeddings(request: web.Request) -> web.StreamResponse:
+    raise HttpError(404, "embeddings are not served: this server generates text only", kind="not_found_error")
 
 
 def _card(service: Service, engine: EngineFace) -> api.ModelCard:
@@ -208,6 +232,7 @@ def build_app(service: Service) -> web.Application:
     app.on_response_prepare.append(name_answer)
     app.router.add_post("/v1/chat/completions", _generating(CHAT))
     app.router.add_post("/v1/completions", _generating(COMPLETION))
+    app.router.add_post("/v1/embeddings", _embeddings)
     app.router.add_post("/tokenize", _tokenize)
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)

@@ -328,6 +328,7 @@ class Engine:
         if history is not None:
             self._begin_with(session, history)
         self._check_open(session)
+        self._prompts.check_bias(sampling.logit_bias)
         continues = self._continues(session)
         tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues)
         if self._continues(session) != continues:  # another request of the session came or went while a long text was tokenised

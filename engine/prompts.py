@@ -44,6 +44,12 @@ class Prompts:
             text = text.removeprefix(self._lead())
         return self._checked(await self._tokenizer.encode_async(text))
 
+    def check_bias(self, logit_bias: Sequence[tuple[int, float]]) -> None:
+        """Raises BadRequest: a bias of a token that the model does not have."""
+        for token, _ in logit_bias:
+            if token >= self._vocabulary:
+                raise BadRequest(f"logit_bias: token id {token} is outside the vocabulary of {self._vocabulary}", field="logit_bias")
+
     def _lead(self) -> str:
         """What the template writes before any turn; "" if it refuses to render none."""
         try:

@@ -112,6 +112,11 @@ class TokenizerFace(Protocol):
 class TemplateFace(Protocol):
     """Chat messages to text."""
 
+    @property
+    def variables(self) -> frozenset[str] | None:
+        """What the template reads besides its own names; None where there is no template."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],

@@ -28,11 +28,11 @@ class RequestRecord:
     first: float | None = None
     finish_reason: str | None = None
 
-    def saw(self, chunk: Chunk) -> None:
-        """Count a chunk of the answer."""
+    def saw(self, chunk: Chunk, usage: Usage) -> None:
+        """Count a chunk of the answer; `usage` is that of all choices."""
         if self.first is None and chunk.token_ids:
             self.first = time.perf_counter()
-        self.usage, self.finish_reason = chunk.usage, chunk.finish_reason
+        self.usage, self.finish_reason = usage, chunk.finish_reason or self.finish_reason
 
     def write(self, method: str, path: str, *, quiet: bool) -> None:
         """Write the line; `quiet` ones (probes) only show when debugging."""

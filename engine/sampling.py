@@ -14,6 +14,7 @@ _LOGPROBS_MAX = 20
 STOPS_MAX = 16
 _STOP_CHARACTERS_MAX = 1_024
 STOP_TOKENS_MAX = 64
+_BIAS_MAX = 100.0
 _REPETITION_MIN = 1e-3  # logits are divided by it: less makes infinities of them
 
 
@@ -33,6 +34,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit): before penalties
     logprobs: int | None = None  # None: off; 0: the chosen token's only; n: and the n most likely
     include_stop: bool = False
     draft_depth: int | None = None  # most tokens drafted a step for this request; None: as many as the engine drafts. Changes no token
@@ -53,6 +55,8 @@ class Sampling:
              f"at most {STOPS_MAX} strings of 1 to {_STOP_CHARACTERS_MAX} characters"),
             ("stop_token_ids", len(self.stop_token_ids) <= STOP_TOKENS_MAX, f"at most {STOP_TOKENS_MAX} token ids"),
             ("draft_depth", self.draft_depth is None or 0 <= self.draft_depth <= DRAFT_DEPTH_MAX, f"between 0 and {DRAFT_DEPTH_MAX}"),
+            ("logit_bias", all(token >= 0 and abs(bias) <= _BIAS_MAX for token, bias in self.logit_bias),
+             f"token ids and numbers between -{_BIAS_MAX:g} and {_BIAS_MAX:g}"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}"),
         )  # fmt: skip
         for field, holds, wanted in checks:

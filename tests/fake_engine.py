@@ -55,6 +55,8 @@ class FakeTokenizer:
 class FakeTemplate:
     """`<role>content` for each message, `<assistant>` at the end."""
 
+    variables: frozenset[str] | None = frozenset({"messages", "enable_thinking"})
+
     def render(
         self,
         messages: Sequence[Message],
@@ -113,7 +115,7 @@ class FakeGeneration:
 
     async def prompt(self) -> tuple[int, ...]:
         self.session_id = self._session or SessionId("fresh")
-        return (7, 8, 9)
+        return self._engine.prompt_ids
 
     def __aiter__(self) -> Self:
         return self
@@ -173,6 +175,7 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)  # generate was called
+    prompt_ids: tuple[int, ...] = (7, 8, 9)
     aborted: int = 0
     sessions: dict[SessionId, SessionView] = field(default_factory=dict)
     made_sessions: list[SessionId] = field(default_factory=list)

@@ -157,4 +157,4 @@ async def test_wrong_key_model_and_fields() -> None:
             await client.chat.completions.create(model="fake", messages=MESSAGES, temperature=-1)
         assert caught.value.param == "temperature"
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model="fake", messages=MESSAGES, n=2)
+            await client.chat.completions.create(model="fake", messages=MESSAGES, n=17)

@@ -1,30 +1,20 @@
 """The wire: OpenAI-shaped requests and answers, and their translation to and from the engine's values.
 
-Parts: `bodies.py` takes off what a client compressed, `requests.py` decodes and checks bodies, `limits.py` refuses prompts that
-cannot fit by their lengths, `translate.py` makes sampling, messages and prompts of requests, `responses.py` is the shape of what goes
-out, `chunks.py` fills it from generated chunks, `sessions.py` is what `/v1/sessions` takes and answers, `failures.py` turns exceptions
-into bodies. No HTTP here.
+Parts: `bodies.py` takes off what a client compressed, `requests.py` decodes and checks bodies, `tools.py` checks and chooses tools,
+`limits.py` refuses prompts that cannot fit by their lengths, `translate.py` makes sampling, messages and prompts of requests,
+`responses.py` is the shape of what goes out, `chat_choice.py` and `completion_choice.py` fill it from generated chunks with what
+`chunks.py` has for both, `sessions.py` is what `/v1/sessions` takes and answers, `failures.py` turns exceptions into bodies. No HTTP here.
 
 Chosen:
-- A field that we know and cannot serve (tools, n > 1, logit_bias, echo, best_of, structured output) is refused
-  with a line that says so; ignoring it would answer another question than the one asked. Fields we do not know are ignored.
+- A field that we know and cannot serve (a forced call, best_of, structured output) is refused with a line that says so; ignoring it
+  would answer another question than the one asked. Fields we do not know are ignored. docs/api.md lists them.
 - Without a maximum the engine's default applies, on both endpoints; OpenAI's 16 for completions surprises everybody.
 - Text parts of one message are put together with nothing between them, which is what the model's template does with them.
 - msgspec decodes and checks types in one pass: no second model of the same fields.
 """
 
 from engine.api.bodies import decompress
-from engine.api.chunks import (
-    AnswerHead,
-    chat_answer,
-    chat_chunk,
-    chat_usage_chunk,
-    completion_answer,
-    completion_chunk,
-    completion_usage_chunk,
-    token_characters,
-    usage_counts,
-)  # fmt: skip
+from engine.api.chunks import AnswerHead, usage_counts
 from engine.api.failures import error_body, error_fields
 from engine.api.limits import check_prompt_size, check_text_size
 from engine.api.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse_chat, parse_completion, parse_tokenize
@@ -40,14 +30,12 @@ from engine.api.sessions import (
     session_card,
     unknown_include,
 )  # fmt: skip
-from engine.api.translate import template_arguments, to_history, to_messages, to_prompt, to_sampling, wants_usage
+from engine.api.translate import template_arguments, to_history, to_messages, to_prompt, to_sampling, to_samplings, wants_usage
 
 __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "SessionDeleted", "SessionList", "SessionState",
-    "TokenizeAnswer", "TokenizeRequest", "chat_answer", "chat_chunk", "chat_usage_chunk", "check_prompt_size", "check_text_size",
-    "completion_answer", "completion_chunk", "completion_usage_chunk", "decompress", "encode", "encode_session", "encode_tokenized",
-    "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_import", "parse_nothing", "parse_tokenize",
-    "parse_truncate",
-    "session_card", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "token_characters",
-    "unknown_include", "usage_counts", "wants_usage",
+    "TokenizeAnswer", "TokenizeRequest", "check_prompt_size", "check_text_size", "decompress", "encode", "encode_session",
+    "encode_tokenized", "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_import", "parse_nothing",
+    "parse_tokenize", "parse_truncate", "session_card", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling",
+    "to_samplings", "unknown_include", "usage_counts", "wants_usage",
 ]  # fmt: skip

@@ -1,10 +1,11 @@
-"""Generated chunks as answers and stream chunks.
+"""What the answers of both generating endpoints share: their head, counts, and a chunk's tokens on the wire.
 
-Pure functions from `engine.chunk` values. Time, ids and order come from the caller.
+Pure functions from `engine.chunk` values. Time, ids and order come from the caller. What a choice says is `chat_choice.py` and
+`completion_choice.py`.
 
-1. A stream is: chunks made with `first=True` once (a chat's carries the role), then the rest, the last with a finish reason, then, if
-   asked for, one usage chunk with no choices.
-2. The text of the stream's chunks put together is the text of the whole answer.
+1. A stream is: for each choice its chunks, the first with what only comes once (a chat's role), the last with a finish reason; then,
+   if asked for, one usage chunk with no choices.
+2. A stream's chunks put together are the whole answer.
 3. Logprobs are finite: a probability of zero is -9999, as OpenAI writes it.
 """
 
@@ -17,18 +18,14 @@ from engine.api.responses import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
-    ChatChunkChoice,
     ChatLogprob,
     ChatLogprobs,
-    ChatReply,
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
     CompletionTokensDetails,
-    Delta,
     PromptTokensDetails,
     SessionState,
-    StopReason,
     TokenIds,
     TopLogprob,
     UsageCounts,
@@ -36,8 +33,8 @@ from engine.api.responses import (
 from engine.chunk import Chunk, TokenLogprob, Usage
 
 __all__ = [
-    "AnswerHead", "chat_answer", "chat_chunk", "chat_usage_chunk", "completion_answer", "completion_chunk", "completion_usage_chunk",
-    "token_characters", "usage_counts",
+    "AnswerHead", "chat_answer", "chat_logprobs", "chat_usage_chunk", "completion_answer", "completion_logprobs",
+    "completion_usage_chunk", "joined", "usage_counts",
 ]  # fmt: skip
 
 _LOGPROB_MIN = -9999.0
@@ -45,7 +42,7 @@ _LOGPROB_MIN = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all chunks of one answer share.
+    """What all choices and chunks of one answer share.
 
     `created`: seconds since the epoch. `logprobs`: whether they were asked for (a chunk without tokens then has none all the same).
     `token_bytes`: a token's own bytes, for the `bytes` of chat logprobs; without it they are those of the token's text.
@@ -60,26 +57,20 @@ class AnswerHead:
     include_usage: bool = False
     token_bytes: Callable[[int], bytes] | None = None
     session: Callable[[], SessionState] | None = None
+    prompt_token_ids: Sequence[int] = ()
 
+    @property
+    def usage(self) -> UnsetType | None:
+        """Of every chunk of a stream but its last: null where there will be a usage chunk."""
+        return None if self.include_usage else UNSET
 
-def chat_chunk(head: AnswerHead, chunk: Chunk, *, first: bool = False, prompt_token_ids: Sequence[int] = ()) -> ChatChunk:
-    """One chunk of a chat stream; `prompt_token_ids` are sent with the first one, if asked for."""
-    choice = ChatChunkChoice(
-        delta=Delta(role="assistant" if first else UNSET, content=chunk.text),
-        logprobs=_chat_logprobs(head, chunk.logprobs),
-        finish_reason=chunk.finish_reason,
-        stop_reason=_stop_reason(chunk),
-        token_ids=_ids(head, chunk.token_ids),
-    )
-    return ChatChunk(
-        id=head.id,
-        created=head.created,
-        model=head.model,
-        choices=(choice,),
-        usage=None if head.include_usage else UNSET,
-        prompt_token_ids=_ids(head, prompt_token_ids) if first else UNSET,
-        session=_session(head, chunk),
-    )
+    def left_at(self, finish_reason: str | None) -> SessionState | UnsetType:
+        """The session, with the end of the answer."""
+        return UNSET if self.session is None or finish_reason is None else self.session()
+
+    def ids(self, ids: Sequence[int]) -> TokenIds:
+        """Token ids, where they were asked for."""
+        return tuple(ids) if self.return_token_ids else UNSET
 
 
 def chat_usage_chunk(head: AnswerHead, usage: Usage) -> ChatChunk:
@@ -87,43 +78,17 @@ def chat_usage_chunk(head: AnswerHead, usage: Usage) -> ChatChunk:
     return ChatChunk(id=head.id, created=head.created, model=head.model, choices=(), usage=usage_counts(usage))
 
 
-def chat_answer(head: AnswerHead, chunks: Sequence[Chunk], *, prompt_token_ids: Sequence[int] = ()) -> ChatAnswer:
-    """A whole chat answer from all of its chunks, at least one."""
-    whole = _joined(chunks)
-    choice = ChatChoice(
-        message=ChatReply(content=whole.text),
-        logprobs=_chat_logprobs(head, whole.logprobs),
-        finish_reason=whole.finish_reason,
-        stop_reason=_stop_reason(whole),
-        token_ids=_ids(head, whole.token_ids),
-    )
+def chat_answer(head: AnswerHead, choices: Sequence[ChatChoice], usage: Usage) -> ChatAnswer:
+    """A whole chat answer."""
     return ChatAnswer(
         id=head.id,
         created=head.created,
         model=head.model,
-        choices=(choice,),
-        usage=usage_counts(whole.usage),
-        prompt_token_ids=_ids(head, prompt_token_ids),
-        session=_session(head, whole),
+        choices=tuple(choices),
+        usage=usage_counts(usage),
+        prompt_token_ids=head.ids(head.prompt_token_ids),
+        session=head.left_at(choices[0].finish_reason),
     )
-
-
-def completion_chunk(
-    head: AnswerHead, chunk: Chunk, *, first: bool = False, text_offset: int = 0, prompt_token_ids: Sequence[int] = ()
-) -> CompletionAnswer:
-    """One chunk of a completion stream; `text_offset` is the sum of `token_characters` over the chunks before it."""
-    choice = CompletionChoice(
-        text=chunk.text,
-        logprobs=_completion_logprobs(head, chunk.logprobs, text_offset),
-        finish_reason=chunk.finish_reason,
-        stop_reason=_stop_reason(chunk),
-        token_ids=_ids(head, chunk.token_ids),
-        prompt_token_ids=_ids(head, prompt_token_ids) if first else UNSET,
-    )
-    return CompletionAnswer(
-        id=head.id, created=head.created, model=head.model, choices=(choice,), usage=None if head.include_usage else UNSET,
-        session=_session(head, chunk),
-    )  # fmt: skip
 
 
 def completion_usage_chunk(head: AnswerHead, usage: Usage) -> CompletionAnswer:
@@ -131,25 +96,16 @@ def completion_usage_chunk(head: AnswerHead, usage: Usage) -> CompletionAnswer:
     return CompletionAnswer(id=head.id, created=head.created, model=head.model, choices=(), usage=usage_counts(usage))
 
 
-def completion_answer(head: AnswerHead, chunks: Sequence[Chunk], *, prompt_token_ids: Sequence[int] = ()) -> CompletionAnswer:
-    """A whole completion from all of its chunks, at least one."""
-    whole = _joined(chunks)
-    choice = CompletionChoice(
-        text=whole.text,
-        logprobs=_completion_logprobs(head, whole.logprobs, 0),
-        finish_reason=whole.finish_reason,
-        stop_reason=_stop_reason(whole),
-        token_ids=_ids(head, whole.token_ids),
-        prompt_token_ids=_ids(head, prompt_token_ids),
-    )
+def completion_answer(head: AnswerHead, choices: Sequence[CompletionChoice], usage: Usage) -> CompletionAnswer:
+    """A whole completion."""
     return CompletionAnswer(
-        id=head.id, created=head.created, model=head.model, choices=(choice,), usage=usage_counts(whole.usage),
-        session=_session(head, whole),
-    )  # fmt: skip
-
-
-def _session(head: AnswerHead, chunk: Chunk) -> SessionState | UnsetType:
-    return UNSET if head.session is None or chunk.finish_reason is None else head.session()
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=tuple(choices),
+        usage=usage_counts(usage),
+        session=head.left_at(choices[0].finish_reason),
+    )
 
 
 def usage_counts(usage: Usage) -> UsageCounts:
@@ -167,12 +123,8 @@ def _drafted(accepted: int, refused: int) -> CompletionTokensDetails:
     return CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=refused)
 
 
-def token_characters(chunk: Chunk) -> int:
-    """Characters of the chunk's token texts: by how much `text_offset` moves on."""
-    return sum(len(token.token) for token in chunk.logprobs)
-
-
-def _joined(chunks: Sequence[Chunk]) -> Chunk:
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """All chunks of one choice as one."""
     assert chunks, "an answer has at least one chunk"
     last = chunks[-1]
     return Chunk(
@@ -185,14 +137,6 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
     )
 
 
-def _ids(head: AnswerHead, ids: Sequence[int]) -> TokenIds:
-    return tuple(ids) if head.return_token_ids else UNSET
-
-
-def _stop_reason(chunk: Chunk) -> StopReason:
-    return UNSET if chunk.finish_reason is None else chunk.stop_reason
-
-
 def _finite(logprob: float) -> float:
     """Also for NaN, which compares false: JSON has no such number."""
     return logprob if logprob > _LOGPROB_MIN else _LOGPROB_MIN
@@ -202,7 +146,8 @@ def _bytes(head: AnswerHead, token: TokenLogprob) -> tuple[int, ...]:
     return tuple(head.token_bytes(token.token_id) if head.token_bytes else token.token.encode("utf-8", "replace"))
 
 
-def _chat_logprobs(head: AnswerHead, tokens: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+def chat_logprobs(head: AnswerHead, tokens: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+    """Of every token of the choice, those of its reasoning, calls and marks included; None where they were not asked for."""
     if not head.logprobs:
         return None
     content = (
@@ -217,7 +162,7 @@ def _chat_logprobs(head: AnswerHead, tokens: Sequence[TokenLogprob]) -> ChatLogp
     return ChatLogprobs(content=tuple(content))
 
 
-def _completion_logprobs(head: AnswerHead, tokens: Sequence[TokenLogprob], text_offset: int) -> CompletionLogprobs | None:
+def completion_logprobs(head: AnswerHead, tokens: Sequence[TokenLogprob], text_offset: int) -> CompletionLogprobs | None:
     """The chosen token is always in its own `top_logprobs`, so these may hold one more than was asked for."""
     if not head.logprobs:
         return None

@@ -16,18 +16,22 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from engine.api.tools import check_tool_choice, check_tools
 from engine.errors import BadRequest, shown
 from engine.sampling import STOP_TOKENS_MAX, STOPS_MAX
 
 __all__ = [
     "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "SessionTurn",
-    "StreamOptions", "SyntheticRows", "TokenizeRequest", "ToolCall", "decode", "parse_chat", "parse_completion", "parse_tokenize",
+    "StreamOptions", "SyntheticRows", "Thinking", "TokenizeRequest", "ToolCall", "decode", "parse_chat", "parse_completion",
+    "parse_tokenize",
 ]  # fmt: skip
 
 _NESTING_MAX = 64  # of values that we pass on undecoded; templates recurse over them
 _TOP_LOGPROBS_MAX = 20
 _MESSAGES_MAX = 4_096
 _PARTS_MAX = 4_096  # of one message
+_CHOICES_MAX = 16
+_BIASES_MAX = 1_024
 _REASON_MAX = 120  # characters of a sentence of the JSON library, which may quote a value
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -106,6 +110,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     session: SessionTurn | None = None
     synthetic_history: SyntheticRows | None = None
+    response_format: dict[str, object] | None = None
+    structured_outputs: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    guided_choice: object = None
+    guided_grammar: object = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """How GLM's own service spells the switch of the reasoning: "disabled", or anything else for on."""
+
+    type: str
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -116,10 +132,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     reasoning_effort: str | None = None
+    thinking: Thinking | None = None
     chat_template_kwargs: dict[str, object] | None = None
     tools: list[dict[str, object]] | None = None
     tool_choice: str | dict[str, object] | None = None
-    response_format: dict[str, object] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: object = None
+    function_call: object = None
+    modalities: list[str] | None = None
+    audio: object = None
+    web_search_options: object = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -140,6 +162,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[dict[str, object]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -152,12 +175,17 @@ def parse_chat(body: bytes) -> ChatRequest:
     _check_shared(request)
     _check_messages(request.messages)
     _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
-    if request.tools and request.tool_choice != "none":
-        raise BadRequest("tools are not served yet: leave them out, or send tool_choice 'none'", field="tools")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise BadRequest("tool_choice must be 'none' or 'auto': forced calls are not served", field="tool_choice")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise BadRequest("response_format must be of type 'text': structured output is not served yet", field="response_format")
+    check_tools(request.tools, "tools")
+    check_tool_choice(request.tool_choice, request.tools)
+    _check_nesting(request.tools, "tools")
+    for field in ("functions", "function_call"):
+        if getattr(request, field) is not None:
+            raise BadRequest(f"{field} is not served: send tools and tool_choice", field=field)
+    for field in ("audio", "web_search_options"):
+        if getattr(request, field) is not None:
+            raise BadRequest(f"{field} is not served: leave it out", field=field)
+    if request.modalities not in (None, [], ["text"]):
+        raise BadRequest("modalities must be ['text']: nothing else is generated", field="modalities")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
         raise BadRequest(
             f"max_tokens ({shown(request.max_tokens)}) and max_completion_tokens ({shown(request.max_completion_tokens)}) disagree: "
@@ -180,10 +208,10 @@ def parse_completion(body: bytes) -> CompletionRequest:
     request = decode(body, CompletionRequest)
     _check_shared(request)
     _check_prompt(request.prompt)
-    if request.best_of not in (None, 1):
-        raise BadRequest("best_of is not served: only the one answer that is generated is returned", field="best_of")
-    if request.echo:
-        raise BadRequest("echo is not served: the answer does not repeat the prompt", field="echo")
+    if request.best_of not in (None, request.n or 1):
+        raise BadRequest("best_of is not served: every answer that is generated is returned; send n", field="best_of")
+    if request.echo and request.logprobs is not None:
+        raise BadRequest("echo goes without logprobs: there are none of the prompt", field="echo")
     if request.suffix:
         raise BadRequest("suffix is not served: the model continues the prompt only", field="suffix")
     return request
@@ -197,14 +225,19 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if request.messages is not None:
         _check_messages(request.messages)
     _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
+    check_tools(request.tools, "tools")
+    _check_nesting(request.tools, "tools")
     return request
 
 
 def _check_shared(request: GenerationRequest) -> None:
-    if request.n not in (None, 1):
-        raise BadRequest(f"n must be 1, not {shown(request.n)}: one answer a request", field="n")
-    if request.logit_bias:
-        raise BadRequest("logit_bias is not served", field="logit_bias")
+    if not 1 <= (1 if request.n is None else request.n) <= _CHOICES_MAX:
+        raise BadRequest(f"n must be between 1 and {_CHOICES_MAX}, not {shown(request.n)}", field="n")
+    for owner in ("session", "synthetic_history"):
+        if request.n not in (None, 1) and getattr(request, owner) is not None:
+            raise BadRequest(f"n must be 1 with {owner}, which goes on in one way only: fork the session instead", field="n")
+    _check_length(request.logit_bias or (), _BIASES_MAX, "logit_bias")
+    _check_unstructured(request)
     if request.session is not None and request.synthetic_history is not None:
         raise BadRequest("synthetic_history begins a session of its own: leave session out", field="synthetic_history")
     if request.stream_options is not None and not request.stream:
@@ -213,6 +246,14 @@ def _check_shared(request: GenerationRequest) -> None:
     for field, given, most in (("stop", request.stop, STOPS_MAX), ("stop_token_ids", request.stop_token_ids, STOP_TOKENS_MAX)):
         if isinstance(given, list):
             _check_length(given, most, field)
+
+
+def _check_unstructured(request: GenerationRequest) -> None:
+    if request.response_format is not None and request.response_format.get("type") != "text":
+        raise BadRequest("response_format must be of type 'text': structured output is not served yet", field="response_format")
+    for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(request, field) is not None:
+            raise BadRequest(f"{field} is not served: structured output is not served yet", field=field)
 
 
 def _check_length(given: Sized, most: int, field: str) -> None:

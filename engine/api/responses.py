@@ -12,8 +12,9 @@ from msgspec import UNSET, UnsetType
 
 __all__ = [
     "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
-    "CompletionChoice", "CompletionLogprobs", "CompletionTokensDetails", "Delta", "ModelCard", "ModelList", "PromptTokensDetails",
-    "Response", "SessionState", "TokenizeAnswer", "TopLogprob", "UsageCounts", "encode", "encode_tokenized",
+    "CompletionChoice", "CompletionLogprobs", "CompletionTokensDetails", "Delta", "Function", "FunctionDelta", "ModelCard", "ModelList",
+    "PromptTokensDetails", "ReplyCall", "Response", "SessionState", "TokenIds", "TokenizeAnswer", "ToolCallDelta", "TopLogprob",
+    "UsageCounts", "encode", "encode_tokenized",
 ]  # fmt: skip
 
 TokenIds: TypeAlias = tuple[int, ...] | UnsetType
@@ -56,9 +57,27 @@ class ChatLogprobs(msgspec.Struct, kw_only=True, frozen=True):
     refusal: None = None
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True, frozen=True):
+    """More of a call: its name with the first piece, and more of the JSON text of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, frozen=True):
+    """`id` and `type` come with a call's first piece; `index` counts the calls of the choice."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True, frozen=True):
@@ -88,10 +107,25 @@ class ChatChunk(msgspec.Struct, kw_only=True, frozen=True):
     session: SessionState | UnsetType = UNSET
 
 
+class Function(msgspec.Struct, kw_only=True, frozen=True):
+    name: str
+    arguments: str  # JSON text of an object; not whole where the answer broke off
+
+
+class ReplyCall(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class ChatReply(msgspec.Struct, kw_only=True, frozen=True):
+    """`content` is null where there are calls and nothing else."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: tuple[ReplyCall, ...] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True, frozen=True):

@@ -3,22 +3,25 @@
 Pure functions over checked requests. Knows neither tokens nor templates: rendering and encoding are `engine/text`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
 import msgspec
 
 from engine.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, ToolCall
-from engine.errors import BadRequest
+from engine.api.tools import shown_tools
+from engine.errors import BadRequest, shown
 from engine.protocol import Message, SyntheticHistory
 from engine.sampling import Sampling
 
-__all__ = ["template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "wants_usage"]
+__all__ = ["template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling", "to_samplings", "wants_usage"]
 
 _DEFAULTS = Sampling()
 # Arguments of `ChatTemplate.render` that a client may not replace through chat_template_kwargs.
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+# OpenAI's levels of effort by those of the templates, which take what they do not know for the most.
+_EFFORT_OF = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 
 
 def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _DEFAULTS) -> Sampling:
@@ -43,6 +46,7 @@ def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _
         "draft_depth": request.draft_depth,
         "include_stop": request.include_stop_str_in_output,
         "logprobs": _logprobs(request),
+        "logit_bias": _logit_bias(request.logit_bias),
     }
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens
@@ -54,6 +58,23 @@ def _logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _logit_bias(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """By token id, in order. Raises BadRequest: a key that is no id."""
+    for key in given or ():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise BadRequest(f"logit_bias: {shown(key)} is no token id", field="logit_bias")
+    return tuple(sorted((int(key), value) for key, value in given.items())) if given else None
+
+
+def to_samplings(request: ChatRequest | CompletionRequest, defaults: Sampling = _DEFAULTS) -> list[Sampling]:
+    """The sampling of every choice: a seed counts up from choice to choice, or all would say the same. Raises as `to_sampling`."""
+    sampling = to_sampling(request, defaults)
+    if sampling.seed is None:
+        return [sampling] * (request.n or 1)
+    wrapped = (((sampling.seed + index + 2**63) % 2**64) - 2**63 for index in range(request.n or 1))
+    return [replace(sampling, seed=seed) for seed in wrapped]
 
 
 def wants_usage(request: GenerationRequest) -> bool:
@@ -111,11 +132,38 @@ def _call(call: ToolCall, field: str) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
-def template_arguments(request: ChatRequest | TokenizeRequest) -> Mapping[str, object]:
-    """Extra variables of the chat template. Raises BadRequest for names that are the template call's own."""
-    arguments = dict(request.chat_template_kwargs or {})
-    for name in sorted(_OURS & arguments.keys()):
+def template_arguments(request: ChatRequest | TokenizeRequest, variables: Collection[str] | None = None) -> Mapping[str, object]:
+    """Variables of the chat template besides the messages: tools, and how much to reason. What chat_template_kwargs say comes first.
+
+    Args: variables: those that the template reads; None: not known.
+    Raises: BadRequest: names that are the template call's own, an unknown effort, or reasoning switched off that cannot be.
+    """
+    given = dict(request.chat_template_kwargs or {})
+    for name in sorted(_OURS & given.keys()):
         raise BadRequest(f"chat_template_kwargs must not hold {name}", field="chat_template_kwargs")
-    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
-        arguments.setdefault("reasoning_effort", request.reasoning_effort)
-    return arguments
+    arguments, field = _reasoning(request) if isinstance(request, ChatRequest) else ({}, "")
+    if given.get("enable_thinking") is False:
+        field = "chat_template_kwargs"
+    arguments |= given
+    if arguments.get("enable_thinking") is False and variables is not None and "enable_thinking" not in variables:
+        raise BadRequest(f"{field}: this model's reasoning cannot be switched off; ask for less by reasoning_effort 'low'", field=field)
+    tools = shown_tools(request.tools, request.tool_choice if isinstance(request, ChatRequest) else None)
+    return arguments | {"tools": tools} if tools else arguments
+
+
+def _reasoning(request: ChatRequest) -> tuple[dict[str, object], str]:
+    """What a request's own fields say about reasoning, and the field that switches it."""
+    arguments: dict[str, object] = {}
+    field = ""
+    if request.thinking is not None:
+        arguments["enable_thinking"], field = request.thinking.type != "disabled", "thinking"
+    effort = request.reasoning_effort
+    if effort == "none":
+        arguments["enable_thinking"], field = False, "reasoning_effort"
+    elif effort is not None:
+        if effort not in _EFFORT_OF:
+            raise BadRequest(
+                f"reasoning_effort must be one of none, {', '.join(_EFFORT_OF)}, not {shown(effort)}", field="reasoning_effort"
+            )
+        arguments["reasoning_effort"] = _EFFORT_OF[effort]
+    return arguments, field

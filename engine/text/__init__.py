@@ -1,8 +1,8 @@
 """Text in and out: tokenizer, chat template, incremental decoding, stop strings.
 
 Parts: `tokenizer.py` (text to ids, ids to bytes), `template.py` (messages to text), `detokenizer.py` (ids to text, a few at a time),
-`stop.py` (stop strings in that text), `reply.py` (an assistant's turn as reasoning, content and tool calls, with `argument_kinds.py` for the
-calls' values). None of them knows a model, a session or a request.
+`stop.py` (stop strings in that text), `reply.py` (an assistant's turn as reasoning, content and tool calls), `argument_kinds.py` (values of
+those calls by their schemas). None of them knows a model, a session or a request.
 
 Chosen:
 - Long texts are encoded on a thread: the tokenizer's batch call releases the interpreter lock. On 1.7 million characters of Python source

@@ -58,6 +58,16 @@ class ReplyPiece:
     content: str = ""
     calls: tuple[CallPiece, ...] = ()
 
+    def plus(self, more: "ReplyPiece") -> "ReplyPiece":
+        """This and what came behind it as one piece, which has each call once."""
+        calls = list(self.calls)
+        for call in more.calls:
+            if calls and calls[-1].index == call.index:
+                calls[-1] = CallPiece(call.index, calls[-1].name, calls[-1].arguments + call.arguments)
+            else:
+                calls.append(call)
+        return ReplyPiece(self.reasoning + more.reasoning, self.content + more.content, tuple(calls))
+
 
 class _Place(Enum):
     TEXT = auto()  # reasoning or content

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -44,9 +44,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._hash = hashlib.sha256((source or "").encode()).hexdigest()
         self._template = None
+        self._variables: frozenset[str] | None = None
         if source is not None:
             try:
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                self._template = environment.from_string(source)
+                self._variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             except (TemplateError, RecursionError) as error:
                 line = error.lineno if isinstance(error, TemplateSyntaxError) else 0
                 raise BadModel(f"{name}: line {line}: {_one_line(error)}") from error
@@ -68,6 +71,11 @@ class ChatTemplate:
     def available(self) -> bool:
         """Whether there is a template."""
         return self._template is not None
+
+    @property
+    def variables(self) -> frozenset[str] | None:
+        """Names that the template reads and does not set itself; None if absent."""
+        return self._variables
 
     def hash(self) -> str:
         """SHA-256 of the template's text in hexadecimal."""

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters and a seeded choice.
+"""From logits to tokens: bias, penalties, filters and a seeded choice.
 
 Sampling is a pure function of (logits, parameters, counts, seed, position): the same row gives the same token in any batch, with and
 without drafts, and again after a restart. The choice is the largest of log p + Gumbel noise, which draws exactly from p, needs no sum over
@@ -21,7 +21,7 @@ __all__ = ["count_token", "log_probabilities", "sample", "top_logprobs"]
 
 def sample(
     logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
-    before: Tensor | None = None,
+    before: Tensor | None = None, biases: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
@@ -32,15 +32,16 @@ def sample(
     prompt_seen    [T]     int64  device  address of uint8 [V], nonzero for tokens of the prompt; 0: no repetition penalty
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
     before         [T, B]  int64  device  tokens generated besides, not counted yet: the drafts that a row comes after; -1: none
+    biases         [T]     int64  device  address of float32 [V], added to the logits before all else; 0: nothing is
     returns        [T]     int64  device  token ids
     """
     if on_cpu("sample", logits):
-        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before)
+        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases)
     from kernels.sample import kernel
 
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    return kernel.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before)
+    return kernel.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases)
 
 
 def count_token(output_counts: Tensor, tokens: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Sampling, defined in torch over real addresses (CPU): a pure function of logits, parameters, counts, seed and position.
 
 Invariants:
-1. Order: penalties (repetition, then frequency, then presence), temperature, top-k, top-p over what top-k left, min-p against the most
-   likely token, then the largest of log p + Gumbel noise. Temperature 0 takes the largest logit after penalties.
+1. Order: bias, penalties (repetition, then frequency, then presence), temperature, top-k, top-p over what top-k left, min-p against the
+   most likely token, then the largest of log p + Gumbel noise. Temperature 0 takes the largest logit after penalties.
 2. Equal values are ordered by token id, the lower first: at every cut, in greedy choice and in the final choice.
 3. The most likely token passes every filter, so one always stays.
 4. A row is computed by itself, in shapes that its own values decide: its token does not depend on its company.
@@ -20,7 +20,7 @@ __all__ = ["count_token", "log_probabilities", "sample", "top_logprobs"]
 
 def sample(
     logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
-    before: Tensor | None = None,
+    before: Tensor | None = None, biases: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
@@ -31,9 +31,12 @@ def sample(
     prompt_seen    [T]     int64  device  address of uint8 [V], nonzero for tokens of the prompt; 0: no repetition penalty
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
     before         [T, B]  int64  device  tokens generated besides, not counted yet; -1: none
+    biases         [T]     int64  device  address of float32 [V], added to the logits; 0: nothing is
     returns        [T]     int64  device  token ids
     """
     uncounted = [[]] * logits.shape[0] if before is None else before.tolist()
+    if biases is not None:
+        logits = _biased(logits, biases)
     rows = zip(
         logits.unbind(0), parameters.tolist(), seeds.tolist(), positions.tolist(), prompt_seen.tolist(), output_counts.tolist(),
         uncounted, strict=True,
@@ -61,6 +64,12 @@ def _choose(logits: Tensor, parameters: list[float], seed: int, position: int, s
         values, token_ids = values[kept], token_ids[kept]
     scores = values + gumbel(seed, position, token_ids)
     return int(token_ids[scores == scores.max()].min())
+
+
+def _biased(logits: Tensor, biases: Tensor) -> Tensor:
+    shape = (logits.shape[1],)
+    rows = zip(logits.unbind(0), biases.tolist(), strict=True)
+    return torch.stack([row + tensor_at(address, shape, torch.float32) if address else row for row, address in rows])
 
 
 def _penalised(

@@ -34,6 +34,14 @@ def nested(depth: int) -> object:
     return value
 
 
+def tool(name: object = "f", **fields: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+def allowed(mode: str, *names: str) -> dict[str, object]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tool(name) for name in names]}}
+
+
 @pytest.mark.parametrize("parse", [parse_chat, parse_completion, parse_tokenize])
 @pytest.mark.parametrize(
     "body",
@@ -144,9 +152,11 @@ def test_wrong_types_name_the_field(fields: dict[str, object], field: str) -> No
         ({"max_tokens": -4}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
         ({"n": 0}, "n"),
-        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"n": 2, "session": {"id": "a"}}, "n"),
+        ({"n": 2, "synthetic_history": {"seed": 1, "rows": 1}}, "n"),
+        ({"logit_bias": {str(token): 1.0 for token in range(1025)}}, "logit_bias"),
         ({"session": "a"}, "session"),
         ({"session": {}}, "session.id"),
         ({"session": {"id": "a", "revision": -1}}, "session.revision"),
@@ -155,12 +165,41 @@ def test_wrong_types_name_the_field(fields: dict[str, object], field: str) -> No
         ({"session": {"id": "a"}, "synthetic_history": {"seed": 1, "rows": 1}}, "synthetic_history"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": False, "stream_options": {}}, "stream_options"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": ["f"]}, "tools[0]"),
+        ({"tools": [tool()] * 1025}, "tools"),
+        ({"tools": [tool(), {"type": "custom"}]}, "tools[1].type"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].function"),
+        ({"tools": [tool("")]}, "tools[0].function.name"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("<f>")]}, "tools[0].function.name"),
+        ({"tools": [tool(3)]}, "tools[0].function.name"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters=nested(70))]}, "tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "none"}, "tools[0].function"),
+        ({"tool_choice": "required", "tools": [tool()]}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("required", "f"), "tools": [tool()]}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"thinking": "off"}, "thinking"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"response_format": {}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_chats_that_cannot_be_served_name_the_field(fields: dict[str, object], field: str) -> None:
@@ -188,10 +227,13 @@ def test_chats_that_cannot_be_served_name_the_field(fields: dict[str, object], f
         ({"prompt": [1.5]}, "prompt[0]"),
         ({"prompt": [True]}, "prompt[0]"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"suffix": "end"}, "suffix"),
         ({"logprobs": True}, "logprobs"),
-        ({"n": 3}, "n"),
+        ({"n": 17}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )
@@ -232,14 +274,21 @@ def test_null_is_not_given() -> None:
 
 
 def test_harmless_values_of_unserved_fields_are_accepted() -> None:
-    """Clients send defaults: n and best_of 1, no bias, echo off, text format, empty tools, tools with choice none."""
+    """Clients send defaults: n and best_of 1, no bias, echo off, text format, empty tools, text as the only modality."""
     parse_chat(
         chat(n=1, logit_bias={}, response_format={"type": "text"}, tools=[], tool_choice="auto", max_tokens=5, max_completion_tokens=5)
     )
-    parse_chat(chat(tools=[{"type": "function"}], tool_choice="none"))
+    parse_chat(chat(modalities=["text"], parallel_tool_calls=True, thinking={"type": "enabled", "budget_tokens": 5}))
+    parse_completion(completion(n=2, best_of=2))
     parse_chat(chat(stream=True, stream_options={}))
     parse_chat(chat(logprobs=False, top_logprobs=0))
     parse_completion(completion(n=1, best_of=1, echo=False, suffix=""))
+
+
+@pytest.mark.parametrize("choice", [None, "none", "auto", allowed("auto", "f"), allowed("auto")])
+def test_choices_of_tools_that_can_be_kept(choice: object) -> None:
+    """No choice, none, auto, and auto among some of the tools are served."""
+    assert parse_chat(chat(tools=[tool(), tool("g", parameters={}, description="d", strict=True)], tool_choice=choice)).tools
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])

@@ -4,7 +4,17 @@ import json
 
 import pytest
 
-from engine.api import parse_chat, parse_completion, parse_tokenize, template_arguments, to_messages, to_prompt, to_sampling, wants_usage
+from engine.api import (
+    parse_chat,
+    parse_completion,
+    parse_tokenize,
+    template_arguments,
+    to_messages,
+    to_prompt,
+    to_sampling,
+    to_samplings,
+    wants_usage,
+)
 from engine.api.requests import ChatRequest, CompletionRequest
 from engine.errors import BadRequest
 from engine.sampling import Sampling
@@ -174,13 +184,92 @@ def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_template_arguments_come_from_both_fields() -> None:
-    """chat_template_kwargs win over reasoning_effort, and nothing given is nothing passed."""
+def test_template_arguments_come_from_all_fields() -> None:
+    """chat_template_kwargs win over the fields, and nothing given is nothing passed."""
     assert template_arguments(chat()) == {}
     assert template_arguments(chat(reasoning_effort="high")) == {"reasoning_effort": "high"}
     both = chat(reasoning_effort="high", chat_template_kwargs={"reasoning_effort": "max", "enable_thinking": False})
     assert template_arguments(both) == {"reasoning_effort": "max", "enable_thinking": False}
     assert template_arguments(parse_tokenize(b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"a": 1}}')) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"reasoning_effort": "minimal"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "medium"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "xhigh"}, {"reasoning_effort": "max"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled"}, "reasoning_effort": "max"}, {"enable_thinking": True, "reasoning_effort": "max"}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_effort_reaches_the_template_in_its_own_words(fields: dict[str, object], expected: dict[str, object]) -> None:
+    """Levels that only others have become the nearest ones, and none switches the reasoning off."""
+    assert template_arguments(chat(**fields), {"enable_thinking", "reasoning_effort"}) == expected
+
+
+@pytest.mark.parametrize(
+    "field", [{"reasoning_effort": "none"}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_reasoning_that_cannot_be_switched_off(field: dict[str, object]) -> None:
+    """A template that has no such switch refuses it by name, one that is not known is not asked, and switching on is nothing."""
+    with pytest.raises(BadRequest, match="cannot be switched off") as caught:
+        template_arguments(chat(**field), {"reasoning_effort"})
+    assert caught.value.field == next(iter(field))
+    assert template_arguments(chat(**field), None) == {"enable_thinking": False}
+    assert template_arguments(chat(thinking={"type": "enabled"}), {"messages"}) == {"enable_thinking": True}
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    """A level that no template has would be taken for the most."""
+    with pytest.raises(BadRequest, match="reasoning_effort must be one of none, minimal, low") as caught:
+        template_arguments(chat(reasoning_effort="huge"))
+    assert caught.value.field == "reasoning_effort"
+
+
+F, G = ({"type": "function", "function": {"name": name, "parameters": {"type": "object"}, "strict": True}} for name in "fg")
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [
+        (None, [F, G]), ("auto", [F, G]), ("none", None),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}}, [G]),
+    ],
+)  # fmt: skip
+def test_tools_reach_the_template_as_they_were_sent(choice: object, shown: object) -> None:
+    """The template gets the tools that may be called, every field of them, and none at all where there are none."""
+    assert template_arguments(chat(tools=[F, G], tool_choice=choice)).get("tools") == shown
+    assert "tools" not in template_arguments(chat(tools=[]))
+    body = json.dumps({"messages": [{"role": "user"}], "tools": [F]}).encode()
+    assert template_arguments(parse_tokenize(body)) == {"tools": [F]}
+
+
+def test_every_choice_has_a_seed_of_its_own() -> None:
+    """Seeds count up from choice to choice, and past the largest; without a seed each choice draws its own."""
+    assert [sampling.seed for sampling in to_samplings(completion(n=3, seed=7))] == [7, 8, 9]
+    assert [sampling.seed for sampling in to_samplings(chat(n=2, seed=2**63 - 1))] == [2**63 - 1, -(2**63)]
+    assert to_samplings(chat(n=2, top_p=0.5)) == [Sampling(top_p=0.5)] * 2
+    assert to_samplings(chat()) == [Sampling()]
+
+
+def test_biases_are_by_token_id() -> None:
+    """Keys are token ids in decimal, in order; none is no bias."""
+    assert to_sampling(chat(logit_bias={"10": -100, "9": 1.5})).logit_bias == ((9, 1.5), (10, -100.0))
+    assert to_sampling(completion(logit_bias={})).logit_bias == ()
+
+
+@pytest.mark.parametrize(
+    "bias", [{"a": 1}, {"-1": 1}, {"1.5": 1}, {" 1": 1}, {"": 1}, {"²": 1}, {"1" * 5000: 1}, {"1": 101}, {"1": -100.5}]
+)
+def test_biases_that_are_none_name_the_field(bias: object) -> None:
+    """What is no token id, or too much of a bias, is refused in a line that repeats little of it."""
+    with pytest.raises(BadRequest) as caught:
+        to_sampling(chat(logit_bias=bias))
+    assert caught.value.field == "logit_bias"
+    assert len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])

@@ -69,6 +69,21 @@ def penalties_agree() -> None:
     assert not torch.equal(wanted, reference.sample(logits, *asked[:-1])), "the drafts before a row change nothing here"
 
 
+def biases_agree() -> None:
+    """A bias is added before penalties, on the rows that have one, and gives the reference's greedy and drawn tokens."""
+    torch.manual_seed(3)
+    bias = torch.zeros(VOCABULARY)
+    bias[149], bias[:100], bias[120] = 3.0, -100.0, 2.5
+    counts = torch.randint(0, 3, (VOCABULARY,), dtype=torch.int32)
+    rows = [[t, 0.9, 30.0, 0.0, 1.7, 0.4, -0.3, 0.0] for t in (0.0, 0.0, 1.1, 0.7)]
+    none, counted = torch.zeros(4, dtype=torch.int64), torch.tensor([0, counts.data_ptr(), counts.data_ptr(), 0])
+    biases = torch.tensor([bias.data_ptr(), 0, bias.data_ptr(), bias.data_ptr()])
+    asked = (torch.randn(4, VOCABULARY), torch.tensor(rows), torch.arange(4), torch.arange(4), none, counted)
+    got, wanted = sample(*asked, None, biases), reference.sample(*asked, None, biases)
+    interpreted.same("biases", got, wanted)
+    assert not torch.equal(wanted, reference.sample(*asked)), "the biases change nothing here"
+
+
 def bad_rows_give_token_zero() -> None:
     """A NaN anywhere, an infinity, or nothing but -inf gives token 0 and leaves the other rows alone."""
     logits = torch.randn(5, VOCABULARY)
@@ -103,6 +118,7 @@ def main() -> None:
     counting_and_log_probabilities()
     bad_rows_give_token_zero()
     penalties_agree()
+    biases_agree()
     filters_agree()
     company_changes_no_token()
 
