@@ -60,10 +60,12 @@ class Sessions:
     def fork(self, session_id: SessionId, tokens: int | None, revision: int | None) -> Session:
         """A session that begins with the first `tokens` tokens of another one, all of them by default; the other may be running.
 
-        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are; NotAdmitted.
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it is broken; NotAdmitted.
         """
         source = self.find(session_id)
         self.check_revision(source, revision)
+        if source.broken is not None or source.phase is Phase.BROKEN:
+            raise BadRequest(f"session {source.id} is broken, and its rows with it; fork another", field="session")
         count = _count(source, tokens)
         made = self.create(source.namespace)
         held = min(count, source.rows)

@@ -95,7 +95,8 @@ class OffloadSession:
             self.ensure_rows(end, compute)
             addresses = self._chunk_addresses(first, end)
             destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
-            ready = self._prepare(first, destinations, compute, after)
+            # What is read of a session whose fork or cut fails is nobody's: the chunk must not count behind it.
+            ready = self._prepare(first, destinations, compute, (*after, *self.operations.placing))
         except BaseException:
             self._abandon(first, ())
             raise

@@ -82,6 +82,7 @@ class ResidentSession:
         self.ensure_rows(end, compute)
         addresses = self.history.addresses[: blocks_of(end)].copy()
         destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
+        after = (*after, *self.operations.placing)  # behind a fork or cut that fails the chunk must not count
         ready = self.holdings.submit(compute, "append ready", destinations.fill, after=after, writes=destinations.targets)
         self.holdings.chunk_open = True
         return AppendChunk(first, rows, *destinations.targets, ready, partial(self._finish, first, end), partial(self._abandon, first))

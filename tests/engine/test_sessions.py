@@ -65,6 +65,20 @@ async def test_cut_or_forked_anywhere_it_goes_on_as_a_fresh_one(checkpoint: Path
 
 
 @both
+async def test_a_broken_session_is_not_forked(checkpoint: Path, placement: str) -> None:
+    """Whatever failed in a session, nobody begins with its rows afterwards; the refusal leaves nothing behind."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(20, 1))
+        memory = engine._sessions[session].memory
+        assert memory is not None
+        memory.operations.break_with(OSError("made up"))
+        with pytest.raises(BadRequest, match="is broken"):
+            await engine.fork_session(session, 10)
+        assert list(engine.sessions) == [session]
+
+
+@both
 async def test_cuts_and_forks_one_after_another(checkpoint: Path, placement: str) -> None:
     """Cut, cut again, forked from the cut one before any turn, and forked from the fork: each goes on as a fresh one."""
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:

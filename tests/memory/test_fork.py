@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.layout import BLOCK_ROWS
 from memory import DoesNotFit, barrier
 from memory.offload import OffloadSession
-from streams import CpuBackend, Fault, SeededOrder, TransferFailed, VirtualBackend
+from streams import CpuBackend, DependencyFailed, Fault, SeededOrder, TransferFailed, VirtualBackend
 from tests.memory.memory_world import LAYOUT, Conversation, Stage, hold, release_all
 
 both = pytest.mark.parametrize("resident", [False, True], ids=["offload", "resident"])
@@ -372,3 +372,18 @@ async def test_a_fork_lives_when_a_copy_of_its_source_is_lost() -> None:
     assert isinstance(one.session.operations.broken, TransferFailed)
     assert two.session.operations.broken is None
     two.check()
+
+
+@both
+async def test_a_chunk_behind_a_fork_that_fails_is_never_counted(resident: bool) -> None:
+    """A prompt read on top of rows that did not come fails with them: no row of it is counted, on host or device."""
+    stage = Stage(VirtualBackend(SeededOrder(1, faults=(Fault("fork"),))), resident=resident)
+    one = stage.converse()
+    await one.append(100)
+    two = fork(one, 70)
+    with pytest.raises(DependencyFailed, match="TransferFailed"):
+        await two.append(90)
+    assert two.session.counts.logical == 70
+    two.session.close()
+    await one.append(20)
+    one.check()
