@@ -330,9 +330,9 @@ class Engine:
         self._check_open(session)
         self._prompts.check_bias(sampling.logit_bias)
         continues = self._continues(session)
-        tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues)
+        tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues, held=session.tokens)
         if self._continues(session) != continues:  # another request of the session came or went while a long text was tokenised
-            tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues)
+            tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
         self._check_open(session)
         self._held.check_revision(session, revision)
         if not tokens and (history is not None or len(session.tokens) == session.rows):

@@ -22,10 +22,13 @@ class Prompts:
         self._template = template
         self._vocabulary = vocabulary
 
-    async def tokens(self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool) -> list[int]:
+    async def tokens(
+        self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool, held: Sequence[int] = ()
+    ) -> list[int]:
         """Token ids of a prompt; long texts do not hold the loop.
 
         Args: continues: the session has tokens already, so what the template writes before the first turn is left out.
+            held: those tokens, as far as they are known: what they begin with is not said again, be it a list of tools.
         Raises: BadRequest: it is none of the three forms, or an id is outside the vocabulary; BadModel: no tokenizer or template.
         """
         if isinstance(prompt, str):
@@ -40,8 +43,7 @@ class Prompts:
         arguments: dict[str, Any] = dict(template_arguments)
         text = self._template.render(messages, **arguments)
         if continues:
-            # What the template puts before the first turn is in the session already.
-            text = text.removeprefix(self._lead())
+            text = text.removeprefix(await self._said(arguments, held))
         return self._checked(await self._tokenizer.encode_async(text))
 
     def check_bias(self, logit_bias: Sequence[tuple[int, float]]) -> None:
@@ -50,10 +52,19 @@ class Prompts:
             if token >= self._vocabulary:
                 raise BadRequest(f"logit_bias: token id {token} is outside the vocabulary of {self._vocabulary}", field="logit_bias")
 
-    def _lead(self) -> str:
+    async def _said(self, arguments: Mapping[str, Any], held: Sequence[int]) -> str:
+        """What the template writes before the first turn and the session has already: tools too, if it begins with these."""
+        lead = self._lead(arguments)
+        if lead and arguments:
+            token_ids = await self._tokenizer.encode_async(lead)
+            if list(held[: len(token_ids)]) != token_ids:  # it began without these, or its first turn has not run yet
+                lead = self._lead({})
+        return lead
+
+    def _lead(self, arguments: Mapping[str, Any]) -> str:
         """What the template writes before any turn; "" if it refuses to render none."""
         try:
-            return self._template.render([], add_generation_prompt=False)
+            return self._template.render([], add_generation_prompt=False, **arguments)
         except BadRequest:
             return ""
 

@@ -191,3 +191,11 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, pattern:
     with pytest.raises(BadModel, match=pattern) as caught:
         ChatTemplate.load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_variables_are_what_the_template_reads() -> None:
+    """Names that a template reads are told, its own and its loops' are not; without a template nothing is known."""
+    switch = "{% if enable_thinking is defined and not enable_thinking %}{{ own }}{% endif %}"
+    source = "{% set own = 1 %}{% for m in messages %}{{ m.role }}{% endfor %}" + switch
+    assert ChatTemplate(source).variables == {"messages", "enable_thinking"}
+    assert ChatTemplate(None).variables is None
