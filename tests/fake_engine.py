@@ -143,7 +143,7 @@ class FakeGeneration:
         await self.aclose()
 
     async def aclose(self) -> None:
-        if not self.ended:
+        if not self.ended and not self.closed.is_set():
             self._engine.aborted += 1
         self.closed.set()
 
