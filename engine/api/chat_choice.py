@@ -36,6 +36,7 @@ class ChatChoiceWriter:
     def __init__(self, head: AnswerHead, parser: ReplyParser, new_call_id: Callable[[], str], *, index: int = 0) -> None:
         """Args: parser: of this turn, not used yet. new_call_id: a different id every time."""
         self._head, self._index, self._parser, self._new_call_id = head, index, parser, new_call_id
+        self._usage = head.usage
         self._begun = False
         self._chunks: list[Chunk] = []
         self._pieces: list[ReplyPiece] = []
@@ -50,14 +51,14 @@ class ChatChoiceWriter:
         head, first, self._begun = self._head, not self._begun, True
         piece = self._parted(chunk)
         reason, stop_reason = self._end(chunk)
-        alone = bool(piece.reasoning or piece.calls) and not piece.content
+        alone = not piece.content and (piece.reasoning or piece.calls)
         choice = ChatChunkChoice(
             index=self._index,
             delta=Delta(
                 role="assistant" if first else UNSET,
                 reasoning_content=piece.reasoning or UNSET,
                 content=UNSET if alone else piece.content,
-                tool_calls=tuple(map(self._call_delta, piece.calls)) or UNSET,
+                tool_calls=tuple(map(self._call_delta, piece.calls)) if piece.calls else UNSET,
             ),
             logprobs=chat_logprobs(head, chunk.logprobs),
             finish_reason=reason,
@@ -69,7 +70,7 @@ class ChatChoiceWriter:
             created=head.created,
             model=head.model,
             choices=(choice,),
-            usage=head.usage,
+            usage=self._usage,
             prompt_token_ids=head.ids(head.prompt_token_ids) if first else UNSET,
             session=head.left_at(reason),
         )
@@ -108,8 +109,10 @@ class ChatChoiceWriter:
         """The choice's finish reason and what it stopped at."""
         if self._parser.ended:
             return "tool_calls", None
+        if chunk.finish_reason is None:
+            return None, UNSET
         called = chunk.finish_reason == "stop" and self._parser.calls > 0 and not self._parser.cut
-        return "tool_calls" if called else chunk.finish_reason, UNSET if chunk.finish_reason is None else chunk.stop_reason
+        return "tool_calls" if called else chunk.finish_reason, chunk.stop_reason
 
     def _call_delta(self, call: CallPiece) -> ToolCallDelta:
         if call.name is None:
