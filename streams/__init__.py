@@ -7,7 +7,8 @@ Parts
     stream.py   the protocols `Stream`, `Backend`, `Observer` and the rules all backends keep
     queued.py   what backends share on the loop's side: limits, room, closing, counting, observing
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
-    device.py   `DeviceBackend` (import it from there): streams of a GPU through torch.cuda, one poller a loop
+    device.py   `DeviceBackend` (import it from there): streams of a GPU through torch.cuda, one poller a loop;
+                `pace.py`: when that asks next
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises
     tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto;

@@ -140,7 +140,7 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
         self.timed = timed
         self.lost: DeviceLost | None = None
         self.launch_ns = 0  # the loop's time in launching work, so far
-        self.asking_ns = 0  # the loop's time in asking markers that had not happened
+        self.asking_ns = 0  # the loop's time in asking in vain, so far, rounds that held nothing else included
         self._polling = False
         self._changed = True  # something was launched or has ended since the pace was told
         self._resting: asyncio.TimerHandle | None = None
@@ -178,7 +178,7 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
                 self._expect()
             slice_ns = self._pace.slice_ns(began)
             happened = slice_ns > 0 and self._spin(began + slice_ns)
-            self.asking_ns += time.perf_counter_ns() - began
+            self.asking_ns += time.perf_counter_ns() - (self._pace.left_ns if slice_ns > 0 else began)
             found = happened and self._collect()
         if self._polling or not any(stream.outstanding for stream in self._turn):
             return
@@ -200,6 +200,7 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
     def _spin(self, until_ns: int) -> bool:
         """Ask what can happen next until something may have, or the time is up: False. Settles nothing."""
         heads = (stream.outstanding[0] for stream in self._turn if stream.outstanding)
+        asked: list[tuple[_DeviceOperation[Any], Callable[[], bool]]]
         asked = [(head, head.marker.query) for head in heads if head.marker is not None and _in_turn(head)]
         try:
             while time.perf_counter_ns() < until_ns:

@@ -17,7 +17,7 @@ SPIN_NS = 5_000_000  # a decode step of a large model takes some milliseconds: s
 SLICE_NS = 50_000
 REST_S = 0.001  # the grain of a loop's timers
 _FIRST_SLICE_NS = 2_000
-_USUAL_GAP_NS = 2_000  # before anything was seen; an empty round takes half a microsecond to some
+_GAP_MAX_NS = 10_000  # an empty round takes half a microsecond to some
 _LABELS_MAX = 1_024
 
 
@@ -25,10 +25,10 @@ class Pace:
     """One poller's. Times are of one clock, in nanoseconds."""
 
     def __init__(self) -> None:
+        self.left_ns = 0  # when a round had asked last
         self._took_ns: dict[str, int] = {}  # lately, at least; by label
         self._progress_ns = self._due_ns = 0
-        self._left_ns = 0  # end of the last round that asked
-        self._gap_ns = _USUAL_GAP_NS  # what an empty round takes, about
+        self._gap_ns = _GAP_MAX_NS  # the shortest round so far: an empty one
         self._slice_ns = 0
 
     def ended(self, label: str, took_ns: int) -> None:
@@ -45,15 +45,15 @@ class Pace:
 
     def slice_ns(self, now_ns: int) -> int:
         """How long this round of the loop may go on asking; called when it begins to. Grows from round to empty round."""
-        gap_ns = now_ns - self._left_ns
+        gap_ns = now_ns - self.left_ns
         empty = gap_ns <= 2 * self._gap_ns
-        self._gap_ns = min(gap_ns, self._gap_ns + self._gap_ns // 64 + 1, SLICE_NS)
+        self._gap_ns = min(gap_ns, self._gap_ns)  # never more again: a loop that is always busy must not pass for an empty one
         self._slice_ns = min(SLICE_NS, max(_FIRST_SLICE_NS, 2 * self._slice_ns)) if empty else 0
         return self._slice_ns
 
     def rest_s(self, now_ns: int, *, found: bool) -> float:
         """Seconds until the next round that asks; 0: the loop's next. Called when a round has asked. `found`: something had ended."""
-        self._left_ns = now_ns
+        self.left_ns = now_ns
         if found:
             return 0.0
         left_ns = self._due_ns - now_ns

@@ -34,6 +34,7 @@ from engine.model.glm import Model
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.sampling import Sampling
 from streams import Backend
+from streams.device import DeviceBackend
 
 __all__ = ["Arm", "Kept", "Load", "Watch", "forget_engines", "run_arm", "seeded_prompt", "watched_engine"]
 
@@ -145,8 +146,9 @@ async def watched_engine(
     probe: Probe | None = None
     backend: Backend | None = None
     if load.probe_tokens:
-        probe = Probe(counts_rounds=device.type != "cpu")
-        backend = streams_of(device, probe)
+        probe = Probe()
+        backend = streams_of(device, probe, timed=True)
+        probe.device = backend if isinstance(backend, DeviceBackend) else None
     try:
         async with Engine.open(load.model, config, progress=progress, backend=backend, weights=kept.model) as engine:
             kept.model = engine.stage.model

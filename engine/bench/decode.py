@@ -20,6 +20,7 @@ from rich.text import Text
 from engine.bench.arm import Arm, Kept, Load, Watch, run_arm
 from engine.bench.floor import copy_bandwidth
 from engine.bench.host import percentile
+from engine.bench.probe import Window
 from engine.config import EngineConfig
 from engine.device import device_of
 from engine.errors import BadSetting
@@ -130,18 +131,17 @@ def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
         fields |= {
             "tokens_per_second": arm.tokens_per_second, "first_token_s": arm.first_token_s, "floor_us": 1e6 * found.floor_s(arm),
             "step_us": {"mean": statistics.fmean(micro), "p50": percentile(micro, 50), "p90": percentile(micro, 90), "max": max(micro)},
-            "loop_thread_us": 1e6 * arm.loop_cpu_s / len(arm.steps_s), "loop_work_us": _loop_work_us(arm),
+            "loop_thread_us": 1e6 * arm.loop_cpu_s / len(arm.steps_s),
+            "loop_work_us": None if arm.window is None else _a_step(arm, arm.window, arm.window.loop_work_ns),
+            "launch_us": None if arm.window is None else _a_step(arm, arm.window, arm.window.launch_ns),
             "between_steps_us": percentile(arm.window.gaps_us, 50) if arm.window is not None and arm.window.gaps_us else None,
         }  # fmt: skip
     return fields
 
 
-def _loop_work_us(arm: Arm) -> float | None:
-    """What the loop itself did a step; None where it was not watched. The probe saw as many steps as its window holds."""
-    if arm.window is None or not arm.window.rounds:
-        return None
-    steps = arm.window.window_ns / 1e9 / statistics.fmean(arm.steps_s)
-    return arm.window.loop_work_ns / 1e3 / steps
+def _a_step(arm: Arm, window: Window, spent_ns: int) -> float:
+    """Microseconds a step of what a window counted. It saw as many steps as fit in it."""
+    return spent_ns / 1e3 / (window.window_ns / 1e9 / statistics.fmean(arm.steps_s))
 
 
 def as_json(plan: DecodePlan, found: Comparison, machine: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def table(found: Comparison) -> Table:
     if found.equal:
         titles += ["step us p50", "p90", "mean", "tok/s", "floor us"] if found.absolute else []
         titles += ["step/floor", "step/resident", "device idle", "between steps"]
-        titles += ["loop us"] if found.absolute else []
+        titles += ["loop us", "launching"] if found.absolute else []
     for title in titles:
         drawn.add_column(title, justify="left" if title in ("arm", "output") else "right", overflow="fold")
     for arm in found.arms:
@@ -193,8 +193,7 @@ def _speed_cells(found: Comparison, arm: Arm) -> list[str]:
     cells += [f"{fields['step_over_floor']:.3f}", "-" if resident is None else f"{resident:.4f}", _share(fields["idle_share"])]
     cells.append(_share(fields["between_steps_share"]))
     if found.absolute:
-        work = fields["loop_work_us"]
-        cells.append("-" if work is None else f"{work:.0f}")
+        cells += ["-" if fields[name] is None else f"{fields[name]:.0f}" for name in ("loop_work_us", "launch_us")]
     return cells
 
 

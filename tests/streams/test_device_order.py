@@ -3,12 +3,14 @@
 What the stand-in cannot show: real overlap, real errors, real times. The same suite runs on a card with `-m gpu`.
 """
 
+import asyncio
 import random
+import time
 
 import pytest
 import torch
 
-from streams import Backend, Observer
+from streams import Backend, Event, Observer
 from streams.device import DeviceBackend
 from streams.errors import DeviceLost
 from tests.streams.conformance import Conformance, GateHold
@@ -102,4 +104,49 @@ async def test_the_poller_rests_when_nothing_is_outstanding() -> None:
     backend = DeviceBackend("cuda")
     await backend.stream("one").submit(lambda: 1, label="work")
     assert not backend._polling
+    await backend.close()
+
+
+def _endless(event: Event[int]) -> "_Marker":
+    """Its marker, which from now on does not happen."""
+    marker = getattr(event, "marker", None)
+    assert isinstance(marker, _Marker)
+    marker.questions = 1 << 40
+    return marker
+
+
+async def test_a_loop_with_work_is_asked_on_once_a_round() -> None:
+    """While others have something to do in every round, no round asks twice; what is asked in vain is counted, and so is launching."""
+    backend = DeviceBackend("cuda")
+    marker = _endless(event := backend.stream("one").submit(lambda: 1, label="long"))
+    rounds = 50
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+        until = time.perf_counter() + 50e-6
+        while time.perf_counter() < until:
+            pass
+    asked = (1 << 40) - marker.questions
+    assert 1 <= asked <= rounds + 1
+    assert backend.asking_ns > 0
+    assert backend.launch_ns > 0
+    marker.questions = 0
+    assert await event == 1
+    await backend.close()
+
+
+async def test_a_launch_ends_a_rest() -> None:
+    """The poller rests for work that takes long; work launched meanwhile, which may end sooner, is asked for at once."""
+    backend = DeviceBackend("cuda")
+    backend._pace.ended("long", 10**15)
+    marker = _endless(long := backend.stream("one").submit(lambda: 1, label="long"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert backend._resting is not None
+    async with asyncio.timeout(10):
+        assert await backend.stream("two").submit(lambda: 2, label="short") == 2
+    assert not long.done()
+    marker.questions = 0
+    backend.poll()
+    async with asyncio.timeout(10):
+        assert await long == 1
     await backend.close()

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine import engine as engine_module
 from engine.bench.arm import Load, run_arm
 from engine.bench.decode import Comparison, DecodePlan, added_us, as_json, compare, first_difference, table
 from engine.bench.floor import copy_bandwidth, step_bytes
-from engine.bench.probe import Window, busy_ns, step_times, work_ns
+from engine.bench.probe import Probe, Window, busy_ns, step_times
 from engine.engine import Engine
 from engine.errors import BadRequest, BadSetting, ForebayError
 from engine.model.bytes import step_weights
@@ -23,6 +24,7 @@ from engine.model.glm import Model, load_model
 from engine.protocol import SyntheticHistory
 from kernels.layout import BlockLayout
 from memory.row import key_layout, row_layout
+from streams.device import DeviceBackend
 from tests.engine.bench.arms import CUDA, FLAGS, arm, line, load, quiet, spoil
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import small
@@ -75,11 +77,16 @@ def test_busy_time_is_a_union() -> None:
     assert busy_ns([(-50, -10), (100, 120)], 0, 100) == 0
 
 
-def test_work_is_what_long_rounds_take_beyond_the_usual() -> None:
-    """Rounds of about the median are asking; only the excess of long ones is work."""
-    assert work_ns([3, 3, 3, 4, 100, 3, 3, 50, 3]) == 97 + 47
-    assert work_ns([3, 6, 3]) == 0
-    assert work_ns([]) == 0
+def test_the_loops_work_is_its_time_less_asking_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the thread's time between begin and end what the backend asked in vain does not count; what it launched is told beside."""
+    device = DeviceBackend("cpu")
+    probe, thread_ns = Probe(device), iter((1_000, 9_000))
+    monkeypatch.setattr(time, "thread_time_ns", lambda: next(thread_ns))
+    device.asking_ns, device.launch_ns = 500, 70
+    probe.begin()
+    device.asking_ns, device.launch_ns = 3_500, 370
+    window = probe.end()
+    assert (window.loop_work_ns, window.launch_ns) == (8_000 - 3_000, 300)
 
 
 class _Time:
@@ -93,13 +100,13 @@ class _Time:
 
 
 def test_time_between_steps_is_from_an_end_to_a_begin() -> None:
-    """Steps and gaps are told apart by what follows what; a step without its read-back, or the other way round, counts for nothing."""
-    marks = [("step.read", 1.0), ("step", 2.0), ("step.read", 6.0), ("step", 6.5), ("step", 7.0), ("step.read", 11.0)]
-    steps, gaps = step_times([(label, _Time(at)) for label, at in marks])
-    assert steps == pytest.approx((4000, 4000))
+    """A step lies between its two events, a gap between one step's last and the next one's first."""
+    marks = [(1.0, 5.0), (6.0, 10.0), (10.5, 14.5)]
+    steps, gaps = step_times([(_Time(front), _Time(behind)) for front, behind in marks])
+    assert steps == pytest.approx((4000, 4000, 4000))
     assert gaps == pytest.approx((1000, 500))
     window = Window(1, 1, 0, 0, steps, gaps)
-    assert window.between_steps == pytest.approx(1500 / 9500)
+    assert window.between_steps == pytest.approx(1500 / 13500)
     assert Window(1, 1, 0, 0).between_steps is None
 
 

@@ -106,14 +106,15 @@ def test_host_times_are_summed_up() -> None:
     """Percentiles are values that were measured; the table and the JSON show them."""
     assert percentile((5.0, 1.0, 3.0, 2.0), 50) == 2.0
     assert percentile((5.0, 1.0, 3.0, 2.0), 90) == 5.0
-    found = HostTimes(tuple(map(float, range(1, 101))), (3.0,) * 100, 4.2e12, "a card")
+    found = HostTimes(tuple(map(float, range(1, 101))), (7.0,) * 100, (3.0,) * 100, 0.5, {"nothing": (11.0, 13.0)}, 4.2e12, "a card")
     fields = as_json(EngineConfig(), found, {})
     assert (fields["wake_us"]["p50"], fields["wake_us"]["p90"], fields["record_us"]["mean"]) == (50.0, 90.0, 3.0)
     console = Console(width=160)
     with console.capture() as captured:
         console.print(table(found))
-    assert "4.20" in captured.get()
-    assert "50.0" in captured.get()
+    assert fields["launch_us"]["nothing"]["p50"] == 11.0
+    for shown in ("4.20", "50.0", "7.0", "launching nothing", "12.0"):
+        assert shown in captured.get()
 
 
 @pytest.mark.parametrize(
