@@ -29,7 +29,7 @@ from engine.step_output import StepEvents, StepOutput
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import select_places
+from kernels.selection import ScoreRoom, select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
@@ -82,7 +82,7 @@ class DecodeStep:
         longest = max(len(group) for group in stage.main_groups)
         scratch_rows = count * picks if stage.rounds.prefetches else 1
         self._scratch = [torch.zeros((scratch_rows, layout.row.row_bytes), dtype=torch.uint8, device=device) for _ in range(longest - 1)]
-        self._scores = None if device.type == "cpu" else torch.zeros((count, positions_max), device=device)
+        self._scores = None if device.type == "cpu" else ScoreRoom.empty(count, positions_max, device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
         self._steps = 0
