@@ -113,7 +113,9 @@ class Batches:
             write_table()
             bucket.sampling.rewrite(states)
 
-        return self._stage.streams.compute.submit(rewrite, label="table.rewrite")
+        # A replay is over when compute is; of a failed step that was issued anew, something may still read the table on another stream.
+        after = () if bucket.step.recorded else self._stage.streams.fences()
+        return self._stage.streams.compute.submit(rewrite, label="table.rewrite", after=after)
 
     def forget(self, request: Request) -> None:
         """The request has left: the next step on a bucket that names it rewrites its tables."""

@@ -5,7 +5,8 @@ positions, tokens and counts come from the sessions' device state through the st
 
 Invariants:
 1. Operations of one step are chained: a failed one fails the rest of that step and nothing else.
-2. A gather waits for its group's plan; a shared layer's gather waits for the prefetch of its misses.
+2. Rows are gathered as soon as the group's plan is there, beside what compute does meanwhile. A shared layer adds the step's own rows to
+   its copy when it writes them, behind its gather; attention waits for the gather too.
 3. Buffers of a step are reused by the next one only behind the compute stream's order.
 4. What is accepted is decided on the device (`kernels/verify`); a refused row leaves only bytes at positions past LOGICAL, which the next
    step writes again, and a row's bits do not depend on how many rows its step has.
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from engine.chain import Chain
 from engine.draft import Drafter, Judged
-from engine.rows import Destinations, store, store_input
+from engine.rows import Copies, Destinations, store, store_input
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
 from engine.step_output import StepEvents, StepOutput
+from kernels.gather import Unwritten, find_new
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
@@ -35,7 +37,7 @@ from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
 from memory.staging import landing
 from memory.table import StepTable
-from streams import Event
+from streams import Event, Stream
 from streams.capture import Recorder
 
 __all__ = ["DecodeStep"]
@@ -77,11 +79,13 @@ class DecodeStep:
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
         self._fed, self._branch, self._beside = self._y, self._routed, self._shared
         self._plans = [RoundPlan.empty(count, picks, device) for _ in stage.main_groups]
-        copied = count if device.type == "cpu" or stage.rounds.prefetches else 0  # a resident device attends to rows where they lie
-        self._compact = torch.zeros((copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
-        longest = max(len(group) for group in stage.main_groups)
-        scratch_rows = count * picks if stage.rounds.prefetches else 1
-        self._scratch = [torch.zeros((scratch_rows, layout.row.row_bytes), dtype=torch.uint8, device=device) for _ in range(longest - 1)]
+        copied = count if device.type == "cpu" or stage.rounds.copies else 0  # a resident device attends to rows where they lie
+        at_once = max(len(group) for group in stage.main_groups) if stage.rounds.copies else 1
+        self._compact = torch.zeros((at_once, copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
+        self._unwritten = Unwritten(self._positions, rows)
+        self._new_at = integers(
+            count, rows
+        )  # of the step's own rows in the picks of the group's second layer; further layers lie behind it
         self._scores = None if device.type == "cpu" else ScoreRoom.empty(count, positions_max, device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
@@ -138,9 +142,8 @@ class DecodeStep:
             label="step.begin",
             writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
-        gathered: Event[Any] | None = None
         for group, layers in enumerate(self._stage.main_groups):
-            gathered = self._issue_group(chain, streams, table, group, layers, gathered)
+            self._issue_group(chain, streams, table, group, layers)
         finished = chain.submit(
             streams.compute, lambda: self._finish(table, sampling), label="step.finish", writes=(self._logits, self._outcome, self._next_of)
         )
@@ -155,61 +158,55 @@ class DecodeStep:
             if self._drafter is not None:
                 self._drafter.clear(table)
 
-        return self._stage.streams.compute.submit(clear, label="step.abort", session=session)
+        streams = self._stage.streams
+        return streams.compute.submit(clear, label="step.abort", session=session, after=streams.fences())
 
-    def _issue_group(
-        self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...], scratch_free: Event[Any] | None
-    ) -> Event[Any]:
-        """Submit the layers of one selection group; returns the event of its last layer."""
-        plan = self._plans[group]
-        selected: Event[Any] | None = None
-        fetched: Event[Any] | None = None
-        last: Event[Any] | None = None
+    def _issue_group(self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]) -> None:
+        """Submit the layers of one selection group."""
+        plan, copies = self._plans[group], self._stage.rounds.copies
+        keyed = chain.submit(
+            streams.compute, lambda: self._write(layers[0], 0, group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
+        )
+        selected = chain.submit(
+            streams.selection,
+            lambda: self._select(group, layers[0], table),
+            label=f"group.{group}.plan",
+            after=(keyed,),
+            reads=(self._u, self._qr),
+            writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
+        )
+        gathered: list[Event[Any]] = [selected] * len(layers)
+        if copies:
+            gathered[0] = self._issue_gather(chain, streams.selection, table, group, layers, 0, ())
+            for place in range(1, len(layers)):
+                gathered[place] = self._issue_gather(chain, streams.prefetch, table, group, layers, place, (selected,))
         for place, layer in enumerate(layers):
-            if selected is None:
-                keyed = chain.submit(
-                    streams.compute,
-                    lambda: self._write(layers[0], group),
-                    label=f"group.{group}.key",
-                    reads=(self._u,),
-                    writes=(self._qr,),
-                )
-                selected = chain.submit(
-                    streams.selection,
-                    lambda: self._select(group, layers[0], table),
-                    label=f"group.{group}.plan",
-                    after=(keyed,),
-                    reads=(self._u, self._qr),
-                    writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
-                )
-                if len(layers) > 1 and self._stage.rounds.prefetches:
-                    waits = (selected,) if scratch_free is None else (selected, scratch_free)
-                    fetched = chain.submit(
-                        streams.prefetch,
-                        lambda: self._fetch(group, layers),
-                        label=f"group.{group}.prefetch",
-                        after=waits,
-                        writes=tuple(self._scratch[: len(layers) - 1]),
-                    )
+            writes = (self._query.latent, self._query.rope) if place == 0 else (self._qr, self._query.latent, self._query.rope)
             chain.submit(
                 streams.compute,
-                lambda layer=layer, place=place: self._ask(layer, place),  # type: ignore[misc]
+                partial(self._ask, layer, place),
                 label=f"layer.{layer}.query",
+                after=(gathered[place],) if copies and place > 0 else (),
                 reads=(self._u, self._qr) if place == 0 else (self._u,),
-                writes=(self._query.latent, self._query.rope) if place == 0 else (self._qr, self._query.latent, self._query.rope),
+                writes=(*writes, self._compact[place]) if copies and place > 0 else writes,
             )
-            waits = (selected,) if fetched is None or place == 0 else (selected, fetched)
-            last = chain.submit(
+            attended = chain.submit(
                 streams.compute,
-                lambda layer=layer, place=place: self._attend(layer, group, place, table),  # type: ignore[misc]
+                partial(self._attend, layer, group, place, table),
                 label=f"layer.{layer}.attend",
-                after=waits,
-                reads=() if fetched is None or place == 0 else (self._scratch[place - 1],),
-                writes=(self._compact, self._x, self._y),
+                after=(gathered[place],),
+                reads=(self._compact[place],) if copies else (),
+                writes=(self._x, self._y) if copies else (self._compact, self._x, self._y),
             )
-            self._issue_mlp(chain, streams, layer, last)
-        assert last is not None, "a selection group has at least one layer"
-        return last
+            self._issue_mlp(chain, streams, layer, attended)
+
+    def _issue_gather(
+        self, chain: Chain, stream: Stream, table: StepTable, group: int, layers: tuple[int, ...], place: int, after: Sequence[Event[Any]]
+    ) -> Event[Any]:
+        """Submit the gather of one layer. Copies of the group before are free: its plan waited for this group's key, and that for them."""
+        writes = (self._compact[place],) if place != 1 else (self._compact[place], self._new_at)
+        work = partial(self._gather, layers[place], group, place, table)
+        return chain.submit(stream, work, label=f"layer.{layers[place]}.gather", after=after, writes=writes)
 
     def _issue_mlp(self, chain: Chain, streams: StageStreams, local: int, attended: Event[Any]) -> None:
         """Submit the MLP of a layer; a shared expert runs on the selection stream, beside the router's small launches."""
@@ -268,12 +265,15 @@ class DecodeStep:
         buffer.copy_(value)
         return buffer
 
-    def _write(self, local: int, key_layer: int | None) -> None:
+    def _write(self, local: int, place: int, key_layer: int | None) -> None:
         """One product of the layer's input and what follows it: row, key, query latent, head weights. Of a full layer it is all that the
         selection needs: scoring, choosing and the plan run beside what comes after."""
         layer, to = self._stage.model.layers[local], self._destinations
         made = layer.project_input(self._input)
-        latent, self._head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
+        copies = None
+        if place > 0 and self._stage.rounds.copies:
+            copies = Copies(self._new_at, (place - 1) * self._compact[0].numel())
+        latent, self._head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to, copies)
         self._latent = self._keep(self._qr, latent)
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
@@ -287,24 +287,28 @@ class DecodeStep:
             stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
 
-    def _fetch(self, group: int, layers: tuple[int, ...]) -> None:
-        for scratch, layer in zip(self._scratch, layers[1:], strict=False):
-            self._stage.rounds.fetch(self._plans[group], layer, scratch)
+    def _picked(self, local: int, group: int, place: int, table: StepTable) -> Picked:
+        return Picked(table.tensor, group, place, local, self._place_of, self._plans[group])
+
+    def _gather(self, local: int, group: int, place: int, table: StepTable) -> None:
+        if place == 1:
+            find_new(self._plans[group].selection, self._place_of, self._unwritten, self._compact[1], self._new_at)
+        unwritten = self._unwritten if place > 0 else None
+        self._stage.rounds.gather(self._picked(local, group, place, table), self._compact[place], unwritten)
 
     def _ask(self, local: int, place: int) -> None:
         """The layer's absorbed query, and behind the group's first its row."""
         layer = self._stage.model.layers[local]
         if place > 0:
-            self._write(local, None)
+            self._write(local, place, None)
         latent, rope = layer.mla.project_query(self._latent, self._cos, self._sin)
         self._asked = Query(self._keep(self._query.latent, latent), self._keep(self._query.rope, rope), self._query.scale)
 
     def _attend(self, local: int, group: int, place: int, table: StepTable) -> None:
         """The layer behind its selection: attention, and the norm of what the MLP reads."""
-        stage, plan, model = self._stage, self._plans[group], self._stage.model
-        layer = model.layers[local]
-        scratch = self._scratch[place - 1] if place > 0 and stage.rounds.prefetches else None
-        attended = stage.rounds.attend(Picked(table.tensor, group, place, local, self._place_of, plan, scratch), self._compact, self._asked)
+        stage, layer = self._stage, self._stage.model.layers[local]
+        compact = self._compact[place if stage.rounds.copies else 0]
+        attended = stage.rounds.attend(self._picked(local, group, place, table), compact, self._asked)
         number = stage.first_layer + local
         y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
         self._fed = self._keep(self._y, y)

@@ -84,7 +84,7 @@ class Drafter:
         self._x = torch.zeros((places, config.hidden), dtype=dtype, device=device)
         self._plan = RoundPlan.empty(places, config.top_k, device)
         row_bytes = stage.layout.row.row_bytes
-        copied = places if device.type == "cpu" or stage.rounds.prefetches else 0  # a resident device attends to rows where they lie
+        copied = places if device.type == "cpu" or stage.rounds.copies else 0  # a resident device attends to rows where they lie
         self._compact = torch.zeros((copied, config.top_k, row_bytes), dtype=torch.uint8, device=device)
         self._unused = torch.full((places,), -1, dtype=torch.int64, device=device)  # a draft that is not finite is only a bad guess
         self._drafts = torch.zeros((places, depth), dtype=torch.int64, device=device)
@@ -157,4 +157,7 @@ class Drafter:
             if depth > 0:
                 begin_round(table)
             stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)
-        return stage.rounds.attend(Picked(table, self._group, 0, stage.mtp_layer, place_of, plan, None), self._compact, query)
+        picked = Picked(table, self._group, 0, stage.mtp_layer, place_of, plan)
+        if stage.rounds.copies:
+            stage.rounds.gather(picked, self._compact)
+        return stage.rounds.attend(picked, self._compact, query)

@@ -375,11 +375,11 @@ class StepLoop:
         _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
         # The plans speak of places: once the table names other sessions there, they are of no use, and the maps go with their sessions.
         same_table = following is None or following.bucket is not flight.bucket or following.members == flight.members
-        cleared = flight.bucket.step.abort(flight.bucket.table, session="") if same_table else None
+        left = (*self.stage.streams.fences(), *([flight.bucket.step.abort(flight.bucket.table, session="")] if same_table else []))
         for request in flight.members:
             assert request.session.memory is not None, "memory outlives the steps that read it"
-            if cleared is not None:
-                request.session.memory.operations.hold(cleared)  # it writes the session's maps, which are given back below
+            for event in left:
+                request.session.memory.operations.hold(event)  # until then the session's maps and slots, given back below, are written
             self._break(request, SessionBroken(f"a decode step failed: {failure}"))
 
     def _retract(self, flight: Flight) -> None:

@@ -3,7 +3,7 @@
 Both ways to write rows, decode and append, come through here, so a row's bytes cannot depend on the way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from engine.model.layer import LayerInput, LayerWeights
 from kernels.layout import BlockLayout
 from kernels.row_write import NewKeys, NewRows, write_keys, write_layer, write_rows
 
-__all__ = ["Destinations", "store", "store_input"]
+__all__ = ["Copies", "Destinations", "store", "store_input"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,18 @@ class Destinations:
     rows: Tensor
     keys: Tensor
     pages: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Where else a layer's new rows go: into picks that were gathered before the rows were there.
+
+    addresses     [T, n]  int64  device  in the first of several compact copies; 0: nowhere
+    offset_bytes                 from there to the layer's own copy
+    """
+
+    addresses: Tensor
+    offset_bytes: int
 
 
 def store(
@@ -47,13 +59,15 @@ def store(
 
 def store_input(
     layer: LayerWeights, made: LayerInput, rope_table: tuple[Tensor, Tensor], layout: BlockLayout, local: int, key_layer: int | None,
-    destinations: Destinations,
+    destinations: Destinations, copies: Copies | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Write one layer's packed rows and index keys from what was made of its input; arguments as in `store`.
 
     Returns: the normed query latent [T, Rq], and the indexer's head weights, float32 [T, I], of a layer that makes the selection.
     """
     new = _new_rows(layer, made.row, layout, local, destinations)
+    if copies is not None:
+        new = replace(new, copies=copies.addresses, copies_offset_bytes=copies.offset_bytes)
     keys = None if key_layer is None else _new_keys(layer, made.full_key, layout, key_layer, destinations)
     head_weights = None if key_layer is None else made.full_head_weights
     return write_layer(made.latent, layer.mla.query_norm, layer.mla.norm_eps, new, keys, head_weights, rope_table)

@@ -26,7 +26,7 @@ from memory.pool import Pool
 from memory.registration import registration_for
 from memory.rounds import OffloadRounds, ResidentRounds, Rounds
 from memory.row import key_format, key_layout, row_layout
-from streams import Backend, Stream
+from streams import Backend, Event, Stream
 from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
 HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
@@ -51,6 +51,13 @@ class StageStreams:
     @staticmethod
     def of(backend: Backend, name: str) -> "StageStreams":
         return StageStreams(*(backend.stream(f"{name}.{part}") for part in ("compute", "selection", "prefetch", "copyback")))
+
+    def fences(self) -> tuple[Event[None], ...]:
+        """Events of the streams beside compute, done once everything submitted to those so far is, whether it failed or not.
+
+        Compute alone says when a step that ended well is over. What is left of a failed one may still plan or fill slots there.
+        """
+        return tuple(stream.submit(_nothing, label="fence") for stream in (self.selection, self.prefetch))
 
     async def idle(self) -> None:
         """Wait until everything submitted so far is done."""
@@ -140,6 +147,10 @@ def open_stage(
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
         forced_acceptance=ForcedAcceptance(config.force_accept_rate, facts.vocabulary) if config.force_accept_rate else None,
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    pass
 
 
 def _device_budget(device: torch.device) -> int | None:

@@ -1,9 +1,13 @@
 """How a step finds and reads selected rows, a class a placement, chosen once with it.
 
+A placement that copies gathers a layer's rows into a compact copy ahead of attention, as soon as the group's plan is there; the step's own
+rows, which a shared layer has not written then, are added when they are.
+
 Holds layouts only; everything that changes lies behind the step table. Called inside a step's work, on its streams.
 
 Invariants:
 1. Both placements hand the same packed bytes to attention: through the same gather, or by address where a resident device has them.
+   Where a gather comes before the layer's own rows, they get into the copy by `Unwritten` and `find_new`.
 2. A resident round keeps nothing: no plan, no map, no miss.
 """
 
@@ -12,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.gather import fetch_misses, gather_round
+from kernels.gather import Unwritten, gather_round
 from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import locate_resident
 from kernels.place import on_cpu
@@ -41,7 +45,6 @@ class Picked:
 
     table     [places, fields]              int64  device
     place_of  [T]                           int32  device
-    scratch   [T * k, row_bytes] or None    uint8  device  the layer's misses, if they were fetched early
     """
 
     table: Tensor
@@ -50,28 +53,26 @@ class Picked:
     layer: int  # local to the stage
     place_of: Tensor
     plan: RoundPlan
-    scratch: Tensor | None
 
 
 class Rounds(Protocol):
     """What a step asks of the placement. Shapes as in `kernels/round` and `kernels/gather`."""
 
-    prefetches: bool  # whether misses of shared layers are worth fetching early
+    copies: bool  # whether `attend` reads a compact copy, which `gather` must have filled; else it reads rows where they lie
 
     def plan(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
         """Fill `plan` from its selection."""
         ...
 
-    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
-        """Bring the distinct misses of one local layer into scratch, uint8 [T * k, row_bytes]."""
-        ...
+    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
+        """Collect a layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned.
 
-    def gather(self, of: Picked, out: Tensor) -> None:
-        """Collect a layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
+        Args: unwritten: the step's own rows if the layer has yet to write them; their picks are left alone.
+        """
         ...
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
-        """Attend to a layer's selected rows, [T, heads, R], by way of `compact` where they are gathered; fill slots as `gather`."""
+        """Attend to a layer's selected rows, [T, heads, R]: those in `compact` where the placement copies."""
         ...
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
@@ -82,19 +83,23 @@ class Rounds(Protocol):
 def attend_gathered(rounds: Rounds, layout: BlockLayout, of: Picked, compact: Tensor, query: Query) -> Tensor:
     """Gather by `rounds`, then attend to the compact rows."""
     rounds.gather(of, compact)
+    return _attend(layout, of, compact, query)
+
+
+def _attend(layout: BlockLayout, of: Picked, compact: Tensor, query: Query) -> Tensor:
     return sparse_mla_packed(query.latent, query.rope, compact, of.plan.selection, layout.row, query.scale)
 
 
-def _gather(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor) -> None:
+def _gather(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor, unwritten: Unwritten | None) -> None:
     """The gather of both placements: the plan alone says where a row lies."""
     offset, row_bytes = layout.row_offset(of.layer), layout.row.row_bytes
-    gather_round(of.plan, of.table, table_layout, of.place_of, of.group, of.layer_in_group, offset, row_bytes, out, of.scratch)
+    gather_round(of.plan, of.table, table_layout, of.place_of, of.group, of.layer_in_group, offset, row_bytes, out, None, unwritten)
 
 
 class OffloadRounds:
     """Hit from the hot cache, else ring or registered RAM."""
 
-    prefetches = True
+    copies = True
 
     def __init__(self, layout: BlockLayout, table_layout: TableLayout) -> None:
         self._layout = layout
@@ -104,17 +109,13 @@ class OffloadRounds:
         """See Rounds."""
         plan_round(table, self._table_layout, self._layout, group, place_of, mirrored, plan)
 
-    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
+    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
         """See Rounds."""
-        fetch_misses(plan, self._layout.row_offset(layer), self._layout.row.row_bytes, scratch)
-
-    def gather(self, of: Picked, out: Tensor) -> None:
-        """See Rounds."""
-        _gather(self._layout, self._table_layout, of, out)
+        _gather(self._layout, self._table_layout, of, out, unwritten)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy: attention by the plan itself (`kernels/sparse_mla/planned.py`) made steps slower."""
-        return attend_gathered(self, self._layout, of, compact, query)
+        return _attend(self._layout, of, compact, query)
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""
@@ -124,7 +125,7 @@ class OffloadRounds:
 class ResidentRounds:
     """Rows are read where they lie on the device."""
 
-    prefetches = False
+    copies = False
 
     def __init__(self, layout: BlockLayout, table_layout: TableLayout) -> None:
         self._layout = layout
@@ -135,13 +136,9 @@ class ResidentRounds:
         del group, mirrored
         locate_resident(table, self._table_layout, self._layout, place_of, plan.selection, plan)
 
-    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
-        """See Rounds. Nothing is missed."""
-        del plan, layer, scratch
-
-    def gather(self, of: Picked, out: Tensor) -> None:
+    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
         """See Rounds."""
-        _gather(self._layout, self._table_layout, of, out)
+        _gather(self._layout, self._table_layout, of, out, unwritten)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""

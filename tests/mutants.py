@@ -2,6 +2,8 @@
 
 Each is a function that changes the real code in this process; it is called in a child process that ends afterwards, so nothing is undone.
 Its docstring says which rule it breaks.
+
+Not here: a peer that quantises a row again instead of taking the owner's bytes. There is no peer yet; its mutant comes with it.
 """
 
 import asyncio
@@ -9,16 +11,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import engine.stored
 import kernels.round.reference
 import kernels.row_write.reference
 import kernels.verify.reference
 import memory.image
 from engine.chain import Chain
+from engine.prefix import PrefixIndex
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField
 from kernels.place import state_values
 from kernels.row_write import NewKeys
@@ -117,11 +122,11 @@ def aborted_step_keeps_its_slots() -> None:
 
 
 def prefetch_read_without_its_event() -> None:
-    """A shared layer's gather does not wait for the prefetch of its misses."""
+    """Rows gathered ahead are read without waiting for their gather."""
     real = Chain.submit
 
     def submit(self: Chain, stream: Any, work: Any, *, after: Sequence[Any] = (), **options: Any) -> Any:
-        return real(self, stream, work, after=[event for event in after if not event.label.endswith("prefetch")], **options)
+        return real(self, stream, work, after=[event for event in after if not event.label.endswith(".gather")], **options)
 
     Chain.submit = submit  # type: ignore[method-assign, assignment]
 
@@ -179,6 +184,60 @@ def truncation_without_a_new_epoch() -> None:
 def slot_map_not_cleared() -> None:
     """A new session's slot maps are what its memory happens to hold."""
     HotCache.clear = lambda self: None  # type: ignore[method-assign]
+
+
+def slot_map_not_cleared_on_fork() -> None:
+    """A fork's slot maps are what its memory happens to hold."""
+    real = HotCache.clear
+
+    def clear(self: HotCache) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "fork":
+            frame = frame.f_back
+        if frame is None:
+            real(self)
+
+    HotCache.clear = clear  # type: ignore[method-assign]
+
+
+def source_freed_under_its_fork() -> None:
+    """A fork's copy does not count as in flight in the session it reads."""
+    real = Operations.hold
+
+    def hold(self: Operations, event: Any, **options: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "begin":  # the target's own hold comes from `Holdings.submit`
+            real(self, event, **options)
+
+    Operations.hold = hold  # type: ignore[method-assign]
+
+
+def fork_behind_a_fork_that_failed() -> None:
+    """A fork is ordered behind what put its source's rows there, and does not fail with it."""
+    Operations.placing = ()  # type: ignore[method-assign, assignment]
+
+
+def chunk_looks_for_rows_in_flight_in_ram() -> None:
+    """A prompt takes rows whose copies were submitted from RAM."""
+    real = OffloadSession._chunk_addresses
+
+    def addresses(self: OffloadSession, first: int, end: int) -> Any:
+        found = real(self, first, end)
+        blocks = self.counts.submitted // BLOCK_ROWS
+        found[:blocks] = self.history.addresses[:blocks]
+        return found
+
+    OffloadSession._chunk_addresses = addresses  # type: ignore[method-assign]
+
+
+def rows_of_another_name_reused() -> None:
+    """A prompt begins with stored rows whoever they are of."""
+    real = PrefixIndex._root
+    PrefixIndex._root = lambda self, namespace: real(self, "")  # type: ignore[method-assign]
+
+
+def reused_past_the_known_hidden_states() -> None:
+    """A prompt goes on from a row whose hidden state is not known."""
+    engine.stored.step_back = lambda rows, held: rows
 
 
 def index_keys_late() -> None:
@@ -302,5 +361,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         truncation_without_a_new_epoch, slot_map_not_cleared, index_keys_late, table_rewritten_out_of_order, append_ring_reused_early,
         copyback_hook_skipped, raise_jumps_over_a_lost_copy, snapshot_inside_a_block, deep_cut_keeps_the_maps, shared_block_written_again,
         failed_registration_keeps_memory, cut_not_told_to_the_device, exported_before_the_barrier, restored_without_its_keys,
+        slot_map_not_cleared_on_fork, source_freed_under_its_fork, fork_behind_a_fork_that_failed, chunk_looks_for_rows_in_flight_in_ram,
+        rows_of_another_name_reused, reused_past_the_known_hidden_states,
     )
 }  # fmt: skip

@@ -216,8 +216,7 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
             for part in (plan.selection, plan.slot, plan.fill, plan.miss, plan.source):
                 part.fill_(7)
         self._compact.fill_(255)
-        for scratch in self._scratch:
-            scratch.fill_(255)
+        self._new_at.fill_(7)
         real(self, table)
 
     async def three(scene: Scene) -> None:

@@ -9,6 +9,7 @@ one that replaced it.
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,8 +138,7 @@ class Life:
         ground.scene.watch.expect(name, self.written)
         self._table = StepTable(1, _TABLE)
         self._plans = [RoundPlan.empty(ROWS_MAX, PICKS) for _ in LAYOUT.groups]
-        self._scratch = torch.zeros((ROWS_MAX * PICKS, LAYOUT.row.row_bytes), dtype=torch.uint8)
-        self._compact = torch.zeros((ROWS_MAX, PICKS, LAYOUT.row.row_bytes), dtype=torch.uint8)
+        self._compact = torch.zeros((LAYOUT.layers, ROWS_MAX, PICKS, LAYOUT.row.row_bytes), dtype=torch.uint8)
         self._place_of = torch.full((ROWS_MAX,), -1, dtype=torch.int32)
         self._mirrored = torch.zeros(1, dtype=torch.int64)
         self._last: Event[Any] | None = None
@@ -150,7 +150,7 @@ class Life:
         return Life(self.ground, name, tokens_max, (self, rows))
 
     def submit_step(self, rows: int, *, fails_at: int | None = None) -> Event[None]:
-        """Submit a step of `rows` rows: written, planned and gathered, layer by layer; not followed yet.
+        """Submit a step of `rows` rows: written, planned, gathered and read, layer by layer; not followed yet.
 
         Args: fails_at: the layer whose gather raises instead.
         """
@@ -170,19 +170,15 @@ class Life:
                 ground.selection, lambda group=group, picks=picks: self._plan(group, picks), label=f"group.{group}.plan",  # type: ignore[misc]
                 after=[written], writes=[plan.selection, plan.slot, plan.fill, plan.miss, plan.source],
             )  # fmt: skip
-            waits: list[Event[Any]] = [planned]
-            if len(layers) > 1:
-                waits.append(
-                    chain.submit(
-                        ground.prefetch, lambda: ground.rounds.fetch(self._plans[0], 1, self._scratch), label=f"group.{group}.prefetch",
-                        after=[planned], writes=[self._scratch],
-                    )
-                )  # fmt: skip
             for place, layer in enumerate(layers):
+                picked = Picked(self._table.tensor, group, place, layer, self._place_of, plan)
+                gathered = chain.submit(
+                    ground.prefetch if place else ground.selection, partial(self._gather, picked, fails_at), label=f"layer.{layer}.gather",
+                    after=[planned], writes=[self._compact[layer]],
+                )  # fmt: skip
                 chain.submit(
-                    ground.compute,
-                    lambda group=group, place=place, layer=layer: self._gather(group, place, layer, fails_at),  # type: ignore[misc]
-                    label=f"layer.{layer}.gather", after=waits if place else [planned], writes=[self._compact],
+                    ground.compute, partial(ground.rounds.check_copy, picked, self._compact[layer]), label=f"layer.{layer}.read",
+                    after=[gathered], reads=[self._compact[layer]],
                 )  # fmt: skip
         done = chain.submit(ground.compute, lambda: self._finish(rows), label="step.finish")
         session.advance(rows)
@@ -209,12 +205,10 @@ class Life:
         self._plans[group].selection.copy_(picks)
         self.ground.rounds.plan(self._table.tensor, group, self._place_of, self._mirrored, self._plans[group])
 
-    def _gather(self, group: int, place: int, layer: int, fails_at: int | None) -> None:
-        if layer == fails_at:
-            raise RuntimeError(f"layer {layer} fails as planned")
-        scratch = self._scratch if place else None
-        picked = Picked(self._table.tensor, group, place, layer, self._place_of, self._plans[group], scratch)
-        self.ground.rounds.gather(picked, self._compact)
+    def _gather(self, picked: Picked, fails_at: int | None) -> None:
+        if picked.layer == fails_at:
+            raise RuntimeError(f"layer {picked.layer} fails as planned")
+        self.ground.rounds.gather(picked, self._compact[picked.layer])
 
     def _finish(self, rows: int) -> None:
         self.session.state[StateField.LOGICAL] += rows
@@ -272,7 +266,9 @@ class Life:
         await behind.wait_done()
         assert failing.error() is not None
         assert behind.error() is not None
-        cleared = self.ground.compute.submit(self._clear, label="step.abort", session=self.session.session_id)
+        ground = self.ground
+        fences = [stream.submit(lambda: None, label="fence") for stream in (ground.selection, ground.prefetch)]
+        cleared = ground.compute.submit(self._clear, label="step.abort", session=self.session.session_id, after=fences)
         self._last = None
         await self.roll_back(first)
         await cleared  # if that failed too, maps claim rows that slots may not hold: nobody goes on with such a session

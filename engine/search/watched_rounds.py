@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.search.watch import Watch, same
+from kernels.gather import Unwritten
 from kernels.layout import BlockLayout, StateField, TableField
 from kernels.round import RoundPlan
 from memory.hot import HotCache
@@ -27,7 +28,7 @@ class WatchedRounds:
         self._inner = inner
         self._layout = layout
         self._watch = watch
-        self.prefetches = inner.prefetches
+        self.copies = inner.copies
         self.wrong: list[AssertionError] = []
 
     def plan(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
@@ -35,18 +36,22 @@ class WatchedRounds:
         self._inner.plan(table, group, place_of, mirrored, plan)
         self._check(lambda: self._check_plan(table, group, place_of, mirrored, plan))
 
-    def fetch(self, plan: RoundPlan, layer: int, scratch: Tensor) -> None:
-        """See Rounds."""
-        self._inner.fetch(plan, layer, scratch)
-
-    def gather(self, of: Picked, out: Tensor) -> None:
-        """See Rounds."""
-        self._inner.gather(of, out)
-        self._check(lambda: self._check_gather(of.table, of.layer, of.place_of, of.plan, out))
+    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
+        """See Rounds. A copy that lacks rows yet is checked when it is attended to."""
+        self._inner.gather(of, out, unwritten)
+        if unwritten is None:
+            self.check_copy(of, out)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
-        """See Rounds. By way of the gather, so that what is read is checked."""
-        return attend_gathered(self, self._layout, of, compact, query)
+        """See Rounds. By way of a compact copy, so that what is read is checked."""
+        if not self.copies:
+            return attend_gathered(self, self._layout, of, compact, query)
+        self.check_copy(of, compact)
+        return self._inner.attend(of, compact, query)
+
+    def check_copy(self, of: Picked, compact: Tensor) -> None:
+        """Every row of a layer's compact copy is the one that was picked."""
+        self._check(lambda: self._check_gather(of.table, of.layer, of.place_of, of.plan, compact))
 
     def clear(self, table: Tensor, group: int, place_of: Tensor, plan: RoundPlan) -> None:
         """See Rounds."""

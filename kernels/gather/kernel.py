@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gather.unwritten import Unwritten
 from kernels.layout import BLOCK_ROWS, GroupField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
-__all__ = ["copied_rows", "fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["copied_rows", "fetch_misses", "find_new", "gather_blocks", "gather_round", "gather_rows"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 SLOTS = tl.constexpr(GroupField.SLOTS)
@@ -87,12 +88,14 @@ def _fetch_misses(misses, miss_source, offset_bytes, scratch, scratch_rows, WORD
 
 @triton.jit(do_not_specialize=["layer_in_group"])
 def _gather_round(
-    selection, slot, fill, miss, source, table, place_of, scratch, out, picks_all, scratch_rows, first_field, layer_in_group, offset_bytes,
+    selection, slot, fill, miss, source, table, place_of, positions, scratch, out, picks_all, scratch_rows, first_field, layer_in_group,
+    offset_bytes, EACH: tl.constexpr,
     FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     pick = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = pick < picks_all
-    chosen = tl.load(selection + pick, mask=inside, other=-1) >= 0
+    position = tl.load(selection + pick, mask=inside, other=-1)
+    chosen = position >= 0
     from_slot = tl.load(slot + pick, mask=inside, other=-1)
     to_slot = tl.load(fill + pick, mask=inside, other=-1)
     address = tl.load(source + pick, mask=inside, other=0)
@@ -102,6 +105,10 @@ def _gather_round(
         place = tl.load(place_of + pick // PICKS, mask=inside, other=-1).to(tl.int64)
     fields = table + tl.maximum(place, 0) * FIELDS
     used = chosen & (place >= 0) & (tl.load(fields + ROWS) > 0)
+    if EACH > 0:
+        left = used & (position >= tl.load(positions + pick // PICKS // EACH * EACH, mask=inside, other=0))
+        used = used & (left == 0)
+        inside = inside & (left == 0)
     hot = tl.load(fields + first_field + SLOTS)
     hot += layer_in_group * tl.load(fields + first_field + SLOTS_MAX) * (WORDS * WORD)
 
@@ -116,6 +123,23 @@ def _gather_round(
     _store_rows(to, rows, WORDS, PADDED)
     kept = used & (to_slot >= 0)
     _store_rows(tl.where(kept, hot + to_slot.to(tl.int64) * (WORDS * WORD), 0), rows, WORDS, PADDED)
+
+
+@triton.jit
+def _find_new(selection, place_of, positions, copy, addresses, EACH: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr,
+              ROW_BYTES: tl.constexpr):  # fmt: skip
+    by = tl.program_id(0)  # whose picks
+    first = by // EACH * EACH
+    place = tl.load(place_of + by)
+    pick = tl.arange(0, PADDED)
+    wide = by.to(tl.int64)
+    chosen = tl.load(selection + wide * PICKS + pick, mask=pick < PICKS, other=-1)
+    for number in range(EACH):
+        row = first + number
+        own = (place >= 0) & (tl.load(place_of + row) == place)
+        found = tl.max(tl.where((chosen == tl.load(positions + row)) & own, pick, -1))
+        address = tl.where(found >= 0, copy.to(tl.int64) + (wide * PICKS + found) * ROW_BYTES, 0)
+        tl.store(addresses + row.to(tl.int64) * EACH + by - first, address)
 
 
 WORDS_TILE = 2048  # words a program holds: 4 pieces of 16 bytes a thread of 128
@@ -177,6 +201,7 @@ def gather_round(
     row_bytes: int,
     out: Tensor,
     scratch: Tensor | None,
+    unwritten: Unwritten | None,
 ) -> None:
     """See kernels/gather. One launch; capturable."""
     picks_all = plan.rows * plan.picks
@@ -188,24 +213,40 @@ def gather_round(
         _check_alignment("scratch", brought)
     words, padded, tile = _row_tile(row_bytes)
     _gather_round[(triton.cdiv(picks_all, tile),)](
-        plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of, out if brought is None else brought, out,
+        plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of,
+        plan.misses if unwritten is None else unwritten.positions, out if brought is None else brought, out,
         picks_all, 0 if brought is None else brought.shape[0], table_layout.group(group, 0), layer_in_group, offset_bytes,
-        table.shape[1], plan.picks, brought is not None, words, padded, tile,
+        0 if unwritten is None else unwritten.each, table.shape[1], plan.picks, brought is not None, words, padded, tile,
     )  # fmt: skip
 
 
+def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, addresses: Tensor) -> None:
+    """See kernels/gather. One launch; capturable."""
+    rows, picks = selection.shape
+    if rows:
+        _find_new[(rows,)](
+            selection, place_of, new.positions, out, addresses, new.each, picks, triton.next_power_of_2(picks), out.shape[2]
+        )  # fmt: skip
+
+
 _ROW = {"WORDS": 164, "PADDED": 256, "TILE": 8}
-_PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32") | {"source": "*i64", "table": "*i64"}
+_PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32")
+_PICKS |= dict.fromkeys(("source", "table", "positions"), "*i64")
 _HOST = dict.fromkeys(("picks_all", "scratch_rows", "first_field", "layer_in_group", "offset_bytes"), "i32")
 _ROUND = {**_PICKS, **_HOST, **_ROW, "scratch": "*u8", "out": "*u8", "FIELDS": TableLayout(22).fields, "PICKS": 2048}
 _SPAN = {"block_addresses": "*i64", "offset_bytes": "i32", "rows": "i32", "count": "*i64", "out": "*u8", "WORDS": 164, "TILE": WORDS_TILE}
 _FETCH = {"misses": "*i64", "miss_source": "*i64", "offset_bytes": "i32", "scratch": "*u8", "scratch_rows": "i32", **_ROW}
+_FIND: dict[str, str | int] = {"selection": "*i32", "place_of": "*i32", "positions": "*i64", "copy": "*u8", "addresses": "*i64"}
+_FIND |= {"PICKS": 2048, "PADDED": 2048, "ROW_BYTES": 656}
 COMPILE = [
     (_gather_rows, {"addresses": "*i64", "out": "*u8", "rows": "i32", **_ROW}),
     (_gather_blocks, {**_SPAN, "COUNTED": False}),
     (_gather_blocks, {**_SPAN, "COUNTED": True}),
     (_fetch_misses, _FETCH),
-    (_gather_round, {**_ROUND, "PREFETCHED": False}),
-    (_gather_round, {**_ROUND, "PREFETCHED": True}),
-    (_gather_round, {**_ROUND, "PREFETCHED": True, "PICKS": 2047}),  # tiles that cross rows
+    (_gather_round, {**_ROUND, "PREFETCHED": False, "EACH": 0}),
+    (_gather_round, {**_ROUND, "PREFETCHED": False, "EACH": 4}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True, "EACH": 0}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True, "EACH": 1, "PICKS": 2047}),  # tiles that cross rows
+    (_find_new, _FIND | {"EACH": 1}),
+    (_find_new, _FIND | {"EACH": 4}),
 ]

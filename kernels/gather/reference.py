@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.address import rows_at, store_at
+from kernels.gather.unwritten import Unwritten
 from kernels.layout import BLOCK_ROWS, GroupField, TableLayout
 from kernels.place import live_rows
 from kernels.round.plan import RoundPlan
 
-__all__ = ["fetch_misses", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["fetch_misses", "find_new", "gather_blocks", "gather_round", "gather_rows"]
 
 
 def gather_rows(addresses: Tensor, row_bytes: int, out: Tensor) -> None:
@@ -50,6 +51,7 @@ def gather_round(
     row_bytes: int,
     out: Tensor,
     scratch: Tensor | None,
+    unwritten: Unwritten | None,
 ) -> None:
     place, live = live_rows(table, place_of)
     hot = table[place, table_layout.group(group, GroupField.SLOTS)]
@@ -61,6 +63,26 @@ def gather_round(
     addresses = torch.where(plan.slot >= 0, hot[:, None] + plan.slot.long() * row_bytes, addresses)
     used = (plan.selection >= 0) & live[:, None]
     flat = out.view(-1, row_bytes)
+    left = torch.zeros_like(used)
+    if unwritten is not None:
+        first = unwritten.positions.view(-1, unwritten.each)[:, :1].expand(-1, unwritten.each).reshape(-1, 1)
+        left = used & (plan.selection >= first)
+    kept = flat[left.flatten()]
+    used = used & ~left
     gather_rows(torch.where(used, addresses, 0).flatten(), row_bytes, flat)
+    flat[left.flatten()] = kept
     filled = used & (plan.fill >= 0)
     store_at((hot[:, None] + plan.fill.long() * row_bytes)[filled], flat[filled.flatten()])
+
+
+def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, addresses: Tensor) -> None:
+    addresses.zero_()
+    places = place_of.tolist()
+    for row in range(len(places)):
+        first = row // new.each * new.each
+        for j in range(new.each):
+            if places[row] < 0 or places[first + j] != places[row]:
+                continue
+            at = (selection[first + j] == new.positions[row]).nonzero().flatten().tolist()
+            if at:
+                addresses[row, j] = out[first + j, at[-1]].data_ptr()

@@ -20,6 +20,7 @@ def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tenso
     positions   [T] or None      int64                   if given, a row at position 0 is stored as zeros
     """
     new.check(rope_table, positions)
+    assert new.copies is None, "only a whole layer's rows have copies"
     if on_cpu("write_rows", new.projected):
         reference.write_rows(new, rope_table, positions)
     else:
@@ -47,7 +48,7 @@ def write_layer(
     latent: Tensor, weight: Tensor, eps: float, rows: NewRows, keys: NewKeys | None, head_weights: Tensor | None,
     rope_table: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """All that follows the products of a layer's input: rows and keys written, the query latent normed, head weights in float32.
+    """All that follows the products of a layer's input: rows (copies too) and keys written, the query latent normed, head weights widened.
 
     latent        [T, Rq]         float  values of a row side by side
     weight        [Rq]            latent's dtype  of its RMSNorm

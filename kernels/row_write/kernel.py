@@ -33,17 +33,32 @@ def _table_row(cos, sin, row, stride, pair, known):
 
 
 @triton.jit
+def _store_row(
+    latent, column, first, second, pair, start, QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    SCALES_OFFSET: tl.constexpr, ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Pack one row and store it at address `start`; 0: nowhere."""
+    wanted = start != 0
+    known = 2 * pair < ROPE
+    if QUANTIZED:
+        store_quantized(tl.reshape(latent, (GROUPS_PADDED, GROUP)), start, wanted, LATENT, SCALES_OFFSET, GROUPS_PADDED)
+    else:
+        store_wide(latent, column, start, wanted & (column < LATENT), WIDE)
+    store_wide(first, 2 * pair, start + ROPE_OFFSET, wanted & known, WIDE)
+    store_wide(second, 2 * pair + 1, start + ROPE_OFFSET, wanted & known, WIDE)
+    store_zeros(start + ROPE_OFFSET + ROPE * WIDE, wanted, ROW_BYTES - ROPE_OFFSET - ROPE * WIDE)
+
+
+@triton.jit
 def _write_row(
-    row, at, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
-    SKIP_FIRST: tl.constexpr,
+    row, at, projected, weight, cos, sin, destinations, copies, positions, projected_stride, table_stride, offset_bytes, copies_offset, eps,
+    COPIES: tl.constexpr, SKIP_FIRST: tl.constexpr,
     QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate, pack and store one row, whose addresses and position lie at `at`."""
+    """Norm, rotate, pack and store one row, whose address and position lie at `at`, once and to its copies."""
     address = tl.load(destinations + at)
-    wanted = address != 0
-    start = tl.where(wanted, address + offset_bytes, 0)
     values = projected + row.to(tl.int64) * projected_stride
     columns: tl.constexpr = GROUPS_PADDED * GROUP if QUANTIZED else LATENT_PADDED
     column = tl.arange(0, columns)
@@ -63,13 +78,12 @@ def _write_row(
         latent = tl.where(present, latent, 0.0)
         first = tl.where(present, first, 0.0)
         second = tl.where(present, second, 0.0)
-    if QUANTIZED:
-        store_quantized(tl.reshape(latent, (GROUPS_PADDED, GROUP)), start, wanted, LATENT, SCALES_OFFSET, GROUPS_PADDED)
-    else:
-        store_wide(latent, column, start, wanted & (column < LATENT), WIDE)
-    store_wide(first, 2 * pair, start + ROPE_OFFSET, wanted & known, WIDE)
-    store_wide(second, 2 * pair + 1, start + ROPE_OFFSET, wanted & known, WIDE)
-    store_zeros(start + ROPE_OFFSET + ROPE * WIDE, wanted, ROW_BYTES - ROPE_OFFSET - ROPE * WIDE)
+    _store_row(latent, column, first, second, pair, tl.where(address != 0, address + offset_bytes, 0), QUANTIZED, WIDE, LATENT, ROPE,
+               SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED)  # fmt: skip
+    for number in range(COPIES):
+        copy = tl.load(copies + row.to(tl.int64) * COPIES + number)
+        _store_row(latent, column, first, second, pair, tl.where(copy != 0, copy + copies_offset, 0), QUANTIZED, WIDE, LATENT, ROPE,
+                   SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED)  # fmt: skip
 
 
 @triton.jit
@@ -125,9 +139,9 @@ def _write_rows(
     ROPE_PADDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    _write_row(row, row * every, projected, weight, cos, sin, destinations, positions, projected_stride, table_stride, offset_bytes, eps,
-               SKIP_FIRST, QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
-               ROPE_PADDED)  # fmt: skip
+    _write_row(row, row * every, projected, weight, cos, sin, destinations, destinations, positions, projected_stride, table_stride,
+               offset_bytes, 0, eps, 0, SKIP_FIRST, QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED,
+               LATENT_PADDED, ROPE_PADDED)  # fmt: skip
 
 
 @triton.jit
@@ -144,9 +158,10 @@ def _write_keys(
 @triton.jit
 def _write_layer(
     latent, latent_weight, latent_out, source, weight, key_source, key_weight, key_bias, heads, heads_out, cos, sin, destinations,
-    key_destinations, pages, latent_stride, source_stride, key_stride, heads_stride, table_stride, offset_bytes, key_offset_bytes,
-    latent_eps, eps, key_eps, FULL: tl.constexpr, QUERY: tl.constexpr, QUERY_PADDED: tl.constexpr, HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr, PAIRS: tl.constexpr, KEY_WIDE: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
+    copies, key_destinations, pages, latent_stride, source_stride, key_stride, heads_stride, table_stride, offset_bytes, copies_offset,
+    key_offset_bytes, latent_eps, eps, key_eps, COPIES: tl.constexpr, FULL: tl.constexpr, QUERY: tl.constexpr,
+    QUERY_PADDED: tl.constexpr, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr,
+    PAIRS: tl.constexpr, KEY_WIDE: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     QUANTIZED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, SCALES_OFFSET: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, GROUPS_PADDED: tl.constexpr, LATENT_PADDED: tl.constexpr,
@@ -162,9 +177,9 @@ def _write_layer(
         normed = rms_scaled(given, weights, latent_eps, QUERY).to(given.dtype)
         tl.store(latent_out + wide * QUERY + column, normed, mask=column < QUERY)
     if part == 1:
-        _write_row(row, row, source, weight, cos, sin, destinations, destinations, source_stride, table_stride, offset_bytes, eps, False,
-                   QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED, LATENT_PADDED,
-                   ROPE_PADDED)  # fmt: skip
+        _write_row(row, row, source, weight, cos, sin, destinations, copies, destinations, source_stride, table_stride, offset_bytes,
+                   copies_offset, eps, COPIES, False, QUANTIZED, WIDE, LATENT, ROPE, SCALES_OFFSET, ROPE_OFFSET, ROW_BYTES, GROUPS_PADDED,
+                   LATENT_PADDED, ROPE_PADDED)  # fmt: skip
     if FULL:
         if part == 2:
             _write_key(row, row, key_source, key_weight, key_bias, cos, sin, key_destinations, pages, pages, key_stride, table_stride,
@@ -246,11 +261,11 @@ def write_layer(
     if count:
         _write_layer[(count, 2 if keys is None else 4)](
             latent, weight.contiguous(), normed, source, rows.weight.contiguous(), key, key_weight.contiguous(), key_bias.contiguous(),
-            heads, normed if wide_heads is None else wide_heads, cos, sin, rows.destinations.contiguous(), to_key.contiguous(),
-            pages.contiguous(), latent.stride(0),
-            source.stride(0), key.stride(0), heads.stride(0), cos.stride(0), rows.offset_bytes, key_offset, eps, rows.eps, key_eps,
-            keys is not None, QUERY=width, QUERY_PADDED=_padded(width), PAIRS=cos.shape[1], **shape, **row_shape(rows.layout),
-            enable_fp_fusion=False,
+            heads, normed if wide_heads is None else wide_heads, cos, sin, rows.destinations.contiguous(),
+            rows.destinations if rows.copies is None else rows.copies, to_key.contiguous(), pages.contiguous(), latent.stride(0),
+            source.stride(0), key.stride(0), heads.stride(0), cos.stride(0), rows.offset_bytes, rows.copies_offset_bytes, key_offset, eps,
+            rows.eps, key_eps, 0 if rows.copies is None else rows.copies.shape[1], keys is not None, QUERY=width,
+            QUERY_PADDED=_padded(width), PAIRS=cos.shape[1], **shape, **row_shape(rows.layout), enable_fp_fusion=False,
         )  # fmt: skip
     return normed, wide_heads
 
@@ -273,9 +288,11 @@ _KEY = {"pages": "*i64", "PAIRS": 32, "num_warps": 1}
 _GLM, _TINY = RowLayout("q8g64", 512, 64), RowLayout("f32", 32, 8)
 _FLOATS = ("latent", "latent_weight", "latent_out", "source", "weight", "key_source", "key_weight", "key_bias", "heads", "cos", "sin")
 _LAYER: dict[str, str | int] = {}
-_LAYER |= dict.fromkeys(("destinations", "key_destinations", "pages"), "*i64") | dict.fromkeys(("latent_eps", "eps", "key_eps"), "fp32")
+_LAYER |= dict.fromkeys(("destinations", "copies", "key_destinations", "pages"), "*i64")
+_LAYER |= dict.fromkeys(("latent_eps", "eps", "key_eps"), "fp32")
 _LAYER |= dict.fromkeys(("latent_stride", "source_stride", "key_stride", "heads_stride", "table_stride"), "i32")
-_LAYER |= {"offset_bytes": "i32", "key_offset_bytes": "i32", "heads_out": "*fp32", "FULL": True, "QUERY": 2048, "QUERY_PADDED": 2048}
+_LAYER |= {"offset_bytes": "i32", "copies_offset": "i64", "key_offset_bytes": "i32", "COPIES": 0, "heads_out": "*fp32", "FULL": True}
+_LAYER |= {"QUERY": 2048, "QUERY_PADDED": 2048}
 _LAYER |= {"PAIRS": 32} | _full_shape(KeyLayout("bf16", 128), 32)
 _SMALL = {"QUERY": 32, "QUERY_PADDED": 32, "PAIRS": 4}
 _SHARED = {"FULL": False} | dict.fromkeys(("HEADS", "HEADS_PADDED", "KEY_WIDE", "KEY_WIDTH", "KEY_BYTES", "KEY_PADDED"), 0)
@@ -291,5 +308,6 @@ COMPILE = [
     (_write_keys, _FULL | _KEY | {"bias": "*fp32", "PAIRS": 4} | key_shape(KeyLayout("f32", 16))),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM)),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED),
+    (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED | {"COPIES": 4}),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*fp32") | row_shape(_TINY) | _full_shape(KeyLayout("f32", 16), 12) | _SMALL),
 ]

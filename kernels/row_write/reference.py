@@ -20,7 +20,11 @@ def write_rows(new: NewRows, rope_table: tuple[Tensor, Tensor], positions: Tenso
     """See the package page."""
     latent = rms_norm(new.projected[:, : new.layout.latent], new.weight, new.eps)
     rope = rotate(new.projected[:, new.layout.latent :], *rope_table)
-    append_rows(_kept(latent, positions), _kept(rope, positions), new.destinations, new.offset_bytes, new.layout)
+    latent, rope = _kept(latent, positions), _kept(rope, positions)
+    append_rows(latent, rope, new.destinations, new.offset_bytes, new.layout)
+    if new.copies is not None:
+        for addresses in new.copies.T:
+            append_rows(latent, rope, addresses, new.copies_offset_bytes, new.layout)
 
 
 def write_keys(new: NewKeys, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:

@@ -25,6 +25,8 @@ class NewRows:
     weight        [R]          projected's dtype  of the latent's norm
     destinations  [T]          int64  device  address of the row in layer 0; 0: padding, nothing is stored; others distinct
     offset_bytes               distance from layer 0 to this layer
+    copies        [T, n] or None  int64  device  n further addresses of each row, contiguous; 0: none. What `write_layer` alone stores
+    copies_offset_bytes        distance from those addresses to this layer's
     """
 
     projected: Tensor
@@ -33,11 +35,14 @@ class NewRows:
     destinations: Tensor
     offset_bytes: int
     layout: RowLayout
+    copies: Tensor | None = None
+    copies_offset_bytes: int = 0
 
     def check(self, rope_table: tuple[Tensor, Tensor], positions: Tensor | None) -> None:
         """Assert that everything fits."""
         _check(self.projected, self.weight, rope_table, self.destinations, positions)
         assert self.projected.shape[1] == self.layout.latent + self.layout.rope, f"{self.projected.shape[1]} values for {self.layout}"
+        assert self.copies is None or self.copies.shape[0] == self.projected.shape[0], "copies of other rows"
         assert 2 * rope_table[0].shape[1] == self.layout.rope, f"a RoPE table of {rope_table[0].shape[1]} pairs for {self.layout}"
 
 

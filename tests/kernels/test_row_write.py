@@ -1,6 +1,7 @@
 """New rows and keys: the bytes of norm, rotation and packing one after another, stored where they belong and nowhere else."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,9 +152,10 @@ class Layer:
         to, pages = self.block.destinations, self.page.destinations
         return NewKeys(self.made[2], self.weights[2], self.weights[3][:-1], 1e-6, to, 2 * self.keys.key_bytes, pages, self.keys)
 
-    def write(self, full: bool) -> tuple[Tensor, Tensor | None]:
+    def write(self, full: bool, copies: Tensor | None = None, copies_offset: int = 0) -> tuple[Tensor, Tensor | None]:
+        rows = replace(self.rows(), copies=copies, copies_offset_bytes=copies_offset)
         return write_layer(
-            self.made[0], self.weights[0], 1e-5, self.rows(), self.new_keys() if full else None, self.made[3] if full else None, self.table
+            self.made[0], self.weights[0], 1e-5, rows, self.new_keys() if full else None, self.made[3] if full else None, self.table
         )
 
     def stored(self) -> list[Tensor]:
@@ -178,6 +180,25 @@ def test_a_layer_is_written_as_its_parts_are(dtype: torch.dtype, full: bool) -> 
         assert torch.equal(got, wanted)
     assert torch.equal(latent, rms_norm(apart.made[0], apart.weights[0], 1e-5))
     assert latent.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("full", [False, True])
+def test_copies_of_a_row_are_the_row(dtype: torch.dtype, full: bool) -> None:
+    """Further addresses of each row, none of them for some and all of them for others, get its bytes too, and nothing else is touched."""
+    layer = Layer(dtype)
+    orders = [[7, -1, 3, 1, -1], [9, -1, -1, 6, 0]]
+    shelves = [Shelf(layer.rows().layout.row_bytes, order) for order in orders]
+    copies = torch.stack([shelf.destinations for shelf in shelves], 1)
+    layer.write(full, copies, 2 * layer.rows().layout.row_bytes)
+    plain = Layer(dtype)
+    plain.write(full)
+    for got, wanted in zip(layer.stored(), plain.stored(), strict=True):
+        assert torch.equal(got, wanted)
+    whole = replace(plain.rows(), destinations=(everywhere := Shelf(layer.rows().layout.row_bytes, list(range(5)))).destinations)
+    write_rows(replace(whole, offset_bytes=0), plain.table)
+    for shelf in shelves:
+        assert shelf.holds(everywhere.stored[:5], shifted=2)
 
 
 @pytest.mark.gpu
