@@ -32,7 +32,7 @@ from engine.commands.signals import Signals
 from engine.commands.terminal import complain, forget_output
 from engine.config import ServerConfig
 from engine.errors import BadRequest, ForebayError
-from engine.http import RECORD, SERVICE, HttpError, Route, answer, check_model, name_answer, observe, parsed
+from engine.http import RECORD, SERVICE, Route, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
 from engine.protocol import EngineFace, GenerationFace, SessionId
 from engine.relay import Relay
@@ -191,10 +191,6 @@ async def _tokenize(request: web.Request) -> web.StreamResponse:
     return answer(await asyncio.to_thread(api.encode_tokenized, ids, engine.context_max, text_of))
 
 
-async def _embeddings(request: web.Request) -> web.StreamResponse:
-    raise HttpError(404, "embeddings are not served: this server generates text only", kind="not_found_error")
-
-
 def _card(service: Service, engine: EngineFace) -> api.ModelCard:
     return api.ModelCard(id=engine.model_name, created=service.created, max_model_len=engine.context_max)
 
@@ -232,7 +228,6 @@ def build_app(service: Service) -> web.Application:
     app.on_response_prepare.append(name_answer)
     app.router.add_post("/v1/chat/completions", _generating(CHAT))
     app.router.add_post("/v1/completions", _generating(COMPLETION))
-    app.router.add_post("/v1/embeddings", _embeddings)
     app.router.add_post("/tokenize", _tokenize)
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)

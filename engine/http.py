@@ -30,6 +30,10 @@ log = structlog.get_logger()
 
 _OPEN_PATHS = ("/health", "/ready")  # asked by machines that hold no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_UNSERVED = {  # paths that clients of such servers know, and what to tell them
+    "/v1/embeddings": "embeddings are not served: this server generates text only",
+    "/v1/moderations": "moderations are not served: this server generates text only",
+}
 _LARGE_BYTES = 256 * 1024  # a body of this size takes a few milliseconds to decode and check
 _CUT = 499  # a status for the log only: the client left, or the drain was over
 
@@ -72,7 +76,7 @@ def _refusal(error: web.HTTPException, request: web.Request) -> web.StreamRespon
     if error.status < 400:
         raise error
     said = {
-        404: f"no route {request.path}",
+        404: _UNSERVED.get(request.path, f"no route {request.path}"),
         405: f"{request.path} does not take {request.method}",
         413: f"the body is larger than {request.app[SERVICE].config.body_bytes_max} bytes",
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import openai
 import pytest
@@ -51,10 +52,36 @@ async def converse(client: AsyncOpenAI, engine: EngineFace) -> None:
     assert 1 <= len(tokens) <= 3
     assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in tokens)
 
+    await talk(client, model)
     await leave_early(client, engine, model)
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=model, prompt=[10**6])
     assert caught.value.param == "prompt"
+
+
+async def talk(client: AsyncOpenAI, model: str) -> None:
+    """A question in several choices: reasoning and content apart, streamed as whole; a bias that leaves no choice; an echo."""
+    asked: Any = {
+        "model": model, "messages": [{"role": "user", "content": "What does bisect do?"}], "temperature": 0, "max_completion_tokens": 40
+    }  # fmt: skip
+    whole = await client.chat.completions.create(n=2, **asked)
+    texts = [(choice.message.content, (choice.message.model_extra or {}).get("reasoning_content", "")) for choice in whole.choices]
+    assert texts[0] == texts[1]
+    assert texts[0][0]
+    assert "</think>" not in "".join(texts[0])
+    parts = ["", ""]
+    async for chunk in await client.chat.completions.create(stream=True, **asked):
+        delta = chunk.choices[0].delta
+        parts[0] += delta.content or ""
+        parts[1] += (delta.model_extra or {}).get("reasoning_content", "")
+    assert tuple(parts) == texts[0]
+    off = await client.chat.completions.create(extra_body={"chat_template_kwargs": {"enable_thinking": False}}, **asked)
+    assert "reasoning_content" not in (off.choices[0].message.model_extra or {})
+    forced = await client.completions.create(
+        model=model, prompt="x", max_tokens=3, logit_bias={"97": 100}, temperature=0, echo=True, extra_body={"return_token_ids": True}
+    )
+    assert forced.choices[0].token_ids == [97] * 3  # type: ignore[attr-defined]
+    assert forced.choices[0].text.startswith("x")
 
 
 async def leave_early(client: AsyncOpenAI, engine: EngineFace, model: str) -> None:
