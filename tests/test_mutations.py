@@ -16,13 +16,15 @@ from multiprocessing.context import ForkProcess
 import pytest
 import structlog
 
+from engine.search.branches import branch_scripts
 from engine.search.conversations import SCRIPTS
+from engine.search.forks import FORKS
 from engine.search.hunt import SCENARIOS, wheel
 from engine.search.reference import Bench
-from engine.search.scenario import run_seed
+from engine.search.scenario import Scenario, run_seed
 from tests.mutants import MUTANTS
 
-SEEDS_MAX = 160  # nearly twice round the wheel; the slowest mutant takes half of it
+SEEDS_MAX = 160  # once round the wheel and more
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
@@ -36,20 +38,20 @@ def bench() -> Bench:
     made = Bench()
 
     async def prepare() -> None:
-        for script in SCRIPTS:
+        for script in (*SCRIPTS, *await branch_scripts(made)):
             await made.reference(script)
 
     asyncio.run(prepare())
     return made
 
 
-def _look(bench: Bench, mutant: str, answers: Connection) -> None:
+def _look(bench: Bench, mutant: str, scenarios: Sequence[Scenario], answers: Connection) -> None:
     """In the child: break it, then run seeds until one fails. Answers each seed before it runs, then the finding, "" for none."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if mutant != CONTROL:
         MUTANTS[mutant]()
-    turns, finding = wheel(SCENARIOS), None
+    turns, finding = wheel(scenarios), None
     for seed in range(SEEDS_MAX):
         answers.send(seed)
         finding = run_seed(bench, turns[seed % len(turns)], seed)
@@ -68,14 +70,14 @@ class _Child:
     seeds: int = 0
 
     @classmethod
-    def start(cls, bench: Bench, mutant: str) -> "_Child":
+    def start(cls, bench: Bench, mutant: str, scenarios: Sequence[Scenario]) -> "_Child":
         context = multiprocessing.get_context("fork")
         # Arenas are not forked (MADV_DONTFORK). One that waits here to be collected would, in the child, unmap whatever the child has
         # mapped at its address by then: a death that is nobody's finding.
         gc.collect()
         gc.freeze()
         answers, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_look, args=(bench, mutant, theirs))
+        process = context.Process(target=_look, args=(bench, mutant, scenarios, theirs))
         process.start()
         theirs.close()
         return cls(mutant, process, answers)
@@ -94,13 +96,15 @@ class _Child:
         return str(answer)
 
 
-def look_for(bench: Bench, mutants: Sequence[str], at_once: int = 2) -> dict[str, tuple[int, str]]:
+def look_for(
+    bench: Bench, mutants: Sequence[str], scenarios: Sequence[Scenario] = SCENARIOS, at_once: int = 2
+) -> dict[str, tuple[int, str]]:
     """Seeds run and the finding ("": none) of each mutant."""
     found: dict[str, tuple[int, str]] = {}
     left, running = list(mutants), dict[Connection, _Child]()
     while left or running:
         while left and len(running) < at_once:
-            child = _Child.start(bench, left.pop(0))
+            child = _Child.start(bench, left.pop(0), scenarios)
             running[child.answers] = child
         for answers in wait(list(running)):
             child = running[answers]  # type: ignore[index]  # only connections are waited for
@@ -132,3 +136,23 @@ def test_the_search_catches_nothing_where_nothing_is_broken(found: dict[str, tup
     seeds, finding = found[CONTROL]
     assert seeds == SEEDS_MAX
     assert not finding, finding
+
+
+BY_FORKS = (
+    "slot_map_not_cleared_on_fork", "block_freed_with_a_copy_in_flight", "source_freed_under_its_fork", "fork_behind_a_fork_that_failed",
+    "shared_block_written_again",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found_by_forks(bench: Bench) -> dict[str, tuple[int, str]]:
+    """What the scenarios of forks say of theirs, with none of the others."""
+    return look_for(bench, BY_FORKS, FORKS)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", BY_FORKS)
+def test_forks_alone_catch(mutant: str, found_by_forks: dict[str, tuple[int, str]]) -> None:
+    """What forks are for is seen by the families of sessions in `engine/search/forks.py` themselves."""
+    seeds, finding = found_by_forks[mutant]
+    assert finding, f"{MUTANTS[mutant].__doc__} Nobody noticed in {seeds} seeds."

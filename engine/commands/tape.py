@@ -73,6 +73,9 @@ def _search(invocation: Invocation) -> int:
         with Bar("searching", "search.running", "seeds", console) as bar:
             outcome = hunt(seeds or _SEEDS, names, progress=bar.update)
     many = "" if outcome.seeds == 1 else "s"
+    width = max(map(len, outcome.seeds_of), default=0)
+    for name, count in outcome.seeds_of.items():
+        console.print(f"{name:{width}} {count:6,}", markup=False)
     speed = f"{outcome.seeds:,} seed{many} in {outcome.seconds:.0f} s, {outcome.seeds / outcome.seconds:.1f} seeds/s"
     if outcome.finding is None:
         console.print(f"{speed}: nothing found")

@@ -9,9 +9,9 @@ Parts
     watch.py           the oracle: rows in RAM at every rise of a count, all of a session at its end, nothing held after it
     watched_rounds.py  the oracle inside a step: every plan and every gathered byte
     scenario.py        a scenario, one sealed run of it, and its finding
-    clients.py         clients of a watched engine; conversations.py: scenarios with them
+    clients.py         clients of a watched engine; conversations.py: scenarios with them; branches.py: forks, and prompts that begin alike
     ground.py          sessions of the memory layer without a model; lives.py: scenarios with them; images.py: read out and loaded;
-                       forks.py: families of them
+                       appends.py: prompts; forks.py: families of them
     awaits.py          a coroutine cancelled at its nth await; cuts.py: scenarios that try all of them in turn
     hunt.py            many seeds over many processes, the smallest that fails, its tape
 

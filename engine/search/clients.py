@@ -93,9 +93,7 @@ class Client:
 
     def whole(self) -> list[int]:
         """Every token of the script, prompts and what the reference says."""
-        return [
-            token for turn, said in zip(self.script.turns, self.reference.tokens, strict=True) for token in (*turn.prompt, *said)
-        ]  # fmt: skip
+        return self.script.whole(self.reference)
 
     async def talk(self) -> None:
         """All that is left of the script, from wherever the session stands. SessionBroken ends it where faults are planned."""

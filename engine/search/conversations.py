@@ -28,7 +28,7 @@ LATE = Script("late", (Turn(125, 5, 10), Turn(10, 2, 11)))  # a second block's e
 TALK = Script("talk", (Turn(4, 34, 13),))  # still decodes when others have read their prompts
 CHAT = Script("chat", (Turn(7, 40, 14),))
 FULL = Script("full", (Turn(60, 212, 12),))  # more rows than a ring holds
-SCRIPTS = (EDGE, SHORT, WHOLE, LONG, TAIL, LATE, FULL)
+SCRIPTS = (EDGE, SHORT, WHOLE, LONG, TAIL, LATE, TALK, CHAT, FULL)
 
 
 def settings_of(rng: random.Random) -> dict[str, object]:
@@ -156,7 +156,7 @@ async def scarce(scene: Scene) -> None:
     scene.rng.shuffle(scripts)
     await _references(scene, scripts)
     blocks = scene.rng.choice((3, 4))
-    settings = {**settings_of(scene.rng), "host_memory_bytes": blocks * _block_bytes(scene)}
+    settings = {**settings_of(scene.rng), "host_memory_bytes": blocks * scene.bench.block_bytes}
     async with open_engine(scene, **settings) as (engine, _):
         clients = await _clients(scene, engine, scripts)
         async with asyncio.TaskGroup() as group:
@@ -178,12 +178,6 @@ async def _too_long(engine: Engine, rows: int) -> None:
     except NotAdmitted:
         return
     raise AssertionError(f"a prompt of {rows} rows was served from an arena that holds fewer")
-
-
-def _block_bytes(scene: Scene) -> int:
-    """Of the tiny model in float32: 16 latent and 8 RoPE values a row, 8 values a key."""
-    layers, groups = len(scene.bench.tiny.model.row_layers), len(scene.bench.tiny.model.groups)
-    return 64 * (layers * 4 * (16 + 8) + groups * 4 * 8)
 
 
 async def ring_full(scene: Scene) -> None:
@@ -210,15 +204,15 @@ def _late_copies(rng: random.Random) -> tuple[Fault, ...]:
 
 
 CONVERSATIONS = (
-    Scenario("decode", decode),
-    Scenario("append", append, weight=3),
-    Scenario("stop", stop, weight=3),
-    Scenario("cancel", cancel, weight=5),
-    Scenario("flush", flush, weight=3),
-    Scenario("scarce", scarce, weight=3),
+    Scenario("decode", decode, weight=3),
+    Scenario("append", append),
+    Scenario("stop", stop),
+    Scenario("cancel", cancel),
+    Scenario("flush", flush),
+    Scenario("scarce", scarce),
     Scenario("late copies", decode, _late_copies, weight=3),
-    Scenario("lost copies", decode, _losing, weight=3),
-    Scenario("failed operations", decode, _breaking, weight=6),
+    Scenario("lost copies", decode, _losing, weight=2),
+    Scenario("failed operations", decode, _breaking),
     Scenario("failures and cancels", cancel, _breaking, weight=3),
     Scenario("ring full", ring_full, lambda rng: (Fault("copyback", 0, "delay"),), weight=1),
 )

@@ -86,7 +86,7 @@ async def each_await_of_a_closing(scene: Scene) -> None:
             session = await engine.create_session()
             generation = engine.generate(list(prompt(scene.rng.choice((5, 70)), 3)), greedy(12), session=session)
             reading = asyncio.ensure_future(_read(generation))
-            await rounds(scene.rng.randrange(80))
+            await rounds(int(scene.rng.expovariate(1 / 120)))
             await cut_off(engine.close_session(session), cut)
             await reading
 
@@ -119,8 +119,8 @@ async def _begin_two(engine: Engine) -> None:
 
 
 CUTS = (
-    Scenario("each await of a client", each_await_of_a_client, weight=1),
-    Scenario("each await of a barrier", each_await_of_a_barrier, weight=1),
+    Scenario("each await of a client", each_await_of_a_client, weight=2),
+    Scenario("each await of a barrier", each_await_of_a_barrier),
     Scenario("each await of an engine", each_await_of_an_engine, weight=1),
-    Scenario("each await of a closing", each_await_of_a_closing, weight=1),
+    Scenario("each await of a closing", each_await_of_a_closing, weight=3),
 )

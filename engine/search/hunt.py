@@ -14,10 +14,11 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,8 @@ import structlog
 import torch
 
 from engine.errors import BadSetting
+from engine.search.appends import APPENDS
+from engine.search.branches import BRANCHES
 from engine.search.conversations import CONVERSATIONS
 from engine.search.cuts import CUTS
 from engine.search.forks import FORKS
@@ -39,17 +42,18 @@ from streams.tape import write_notes
 
 __all__ = ["SCENARIOS", "Outcome", "hunt", "record", "repeat", "single", "wheel"]
 
-SCENARIOS: tuple[Scenario, ...] = (*CONVERSATIONS, *LIVES, *FORKS, *IMAGES, *CUTS)
+SCENARIOS: tuple[Scenario, ...] = (*CONVERSATIONS, *BRANCHES, *LIVES, *APPENDS, *FORKS, *IMAGES, *CUTS)
 _BATCH_SEEDS = 8  # of one task: enough to hide its cost, few enough to show progress
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search did. `seeds`: run to their end; `seconds`: of the whole search, workers' start included."""
+    """What a search did. `seeds`: run to their end; `seconds`: of the whole search, workers' start included; `seeds_of`: each scenario."""
 
     seeds: int
     seconds: float
     finding: Finding | None
+    seeds_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def wheel(scenarios: Sequence[Scenario]) -> list[Scenario]:
@@ -69,6 +73,7 @@ def hunt(
     batches = [range(first, min(first + _BATCH_SEEDS, seeds)) for first in range(0, seeds, _BATCH_SEEDS)]
     found: Finding | None = None
     done = 0
+    ran: list[range] = []
     lost: list[range] = []
     with _pool(processes or len(os.sched_getaffinity(0))) as pool:
         batch_of: dict[Future[Finding | None], range] = {pool.submit(_run_batch, tuple(names), batch): batch for batch in batches}
@@ -82,6 +87,7 @@ def hunt(
                 lost.append(batch)
                 continue
             done += len(batch)
+            ran.append(batch if finding is None else range(batch[0], finding.seed + 1))
             if progress is not None:
                 progress(done, seeds)
             if finding is not None and (found is None or finding.seed < found.seed):
@@ -92,7 +98,14 @@ def hunt(
     for batch in sorted(lost, key=lambda one: one[0]):
         if found is None or batch[0] < found.seed:
             found = _run_apart(tuple(names), batch) or found
-    return Outcome(done, time.perf_counter() - started, found)
+    return Outcome(done, time.perf_counter() - started, found, _seeds_of(tuple(names), ran))
+
+
+def _seeds_of(names: tuple[str, ...], ran: Sequence[range]) -> dict[str, int]:
+    """How often each scenario ran, none left out."""
+    turns = _wheel(names)
+    counted = Counter(turns[seed % len(turns)].name for batch in ran for seed in batch)
+    return {scenario.name: counted[scenario.name] for scenario in SCENARIOS if scenario in turns}
 
 
 def single(seed: int, names: Sequence[str] = ()) -> Outcome:

@@ -30,16 +30,17 @@ __all__ = ["Bench", "InOrder", "Reference", "Script", "Turn", "greedy"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`rows` prompt tokens drawn from `seed`, then `tokens` generated ones."""
+    """`rows` prompt tokens drawn from `seed`, or `given`, then `tokens` generated ones."""
 
     rows: int
     tokens: int
     seed: int = 0
+    given: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> tuple[int, ...]:
         """Its token ids."""
-        return prompt(self.rows, 1000 * self.seed + self.rows)
+        return self.given or prompt(self.rows, 1000 * self.seed + self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class Script:
     def length(self) -> int:
         """Tokens in all."""
         return sum(turn.rows + turn.tokens for turn in self.turns)
+
+    def whole(self, reference: "Reference") -> list[int]:
+        """Every token of it: prompts, and what the reference says."""
+        return [token for turn, said in zip(self.turns, reference.tokens, strict=True) for token in (*turn.prompt, *said)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,12 @@ class Bench:
     def __init__(self) -> None:
         self.tiny = TinyModel()
         self._reference_of: dict[Script, Reference] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the tiny model in float32: 16 latent and 8 RoPE values a row, 8 values a key."""
+        layers, groups = len(self.tiny.model.row_layers), len(self.tiny.model.groups)
+        return BLOCK_ROWS * (layers * 4 * (16 + 8) + groups * 4 * 8)
 
     def config(self, **changes: object) -> EngineConfig:
         """Settings of a small engine: rows in float32, so that bits can be compared across placements."""

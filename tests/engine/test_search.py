@@ -23,6 +23,26 @@ from engine.search.scenario import Finding, Scenario, Scene, run_seed
 from streams import Fault, Tape, TapeRecorder
 from streams.tape import Header, Record
 
+THEMES = {  # what the search is for, and which scenarios look for it
+    "decode, copyback and truncation": ("decode", "stop", "late copies", "life", "company", "life with late copies"),
+    "a prompt is read while others decode": ("append", "chunks", "a chunk beside its own copies"),
+    "sessions that share blocks": ("sharing", "prefixes", "prefixes, late", "prefixes with failures"),
+    "forks": ("fork", "fork, late", "fork with failures", "forks", "forks with late copies", "forks with failures"),
+    "cancellation anywhere": ("cancel", "failures and cancels", "waiters"),
+    "cancellation at each await": (
+        "each await of a client",
+        "each await of a barrier",
+        "each await of an engine",
+        "each await of a closing",
+    ),
+    "a barrier against copies in flight": ("flush", "each await of a barrier", "image", "image with failures"),
+    "failed and late copies": ("late copies", "lost copies", "lost copy", "life with late copies", "broken cut"),
+    "failed registration": ("registration",),
+    "a full ring": ("ring full", "full ring"),
+    "a full arena": ("scarce", "scarce blocks"),
+    "an aborted step": ("failed operations", "life with failures", "life"),
+}
+SHORT_SEEDS = 48  # what the default tests run
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 TURNS = wheel(SCENARIOS)
 
@@ -32,7 +52,9 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.mark.parametrize("first", [*range(0, 32, 8), *(pytest.param(first, marks=pytest.mark.slow) for first in range(32, 232, 8))])
+@pytest.mark.parametrize(
+    "first", [*range(0, SHORT_SEEDS, 8), *(pytest.param(first, marks=pytest.mark.slow) for first in range(SHORT_SEEDS, 232, 8))]
+)
 def test_seeds_find_nothing(bench: Bench, first: int) -> None:
     """Eight seeds round the wheel of scenarios."""
     for seed in range(first, first + 8):
@@ -102,12 +124,27 @@ def test_the_wheel_has_every_scenario_by_weight() -> None:
     assert len({scenario.name for scenario in TURNS[:12]}) >= 6
 
 
+@pytest.mark.parametrize("theme", THEMES)
+def test_every_theme_has_its_share(theme: str) -> None:
+    """Of 2,000 seeds each theme gets 50 and more, of the first 160 three, and of the few that the default tests run at least one."""
+    names = THEMES[theme]
+    assert set(names) <= BY_NAME.keys()
+    for seeds, least in ((2000, 50), (160, 3), (SHORT_SEEDS, 1)):
+        mine = sum(TURNS[seed % len(TURNS)].name in names for seed in range(seeds))
+        assert mine >= least, f"{mine} of {seeds} seeds"
+
+
+def test_every_scenario_has_a_theme() -> None:
+    """No scenario runs for nothing that is looked for."""
+    assert {name for names in THEMES.values() for name in names} == BY_NAME.keys()
+
+
 @pytest.mark.slow
 def test_many_processes_find_the_smallest_seed_and_its_tape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Worker processes run a clean scenario to its end; a seed's tape is recorded by a process of its own."""
     seen: list[tuple[int, int]] = []
     outcome = hunt(16, ["registration"], processes=1, progress=lambda done, total: seen.append((done, total)))
-    assert (outcome.seeds, outcome.finding) == (16, None)
+    assert (outcome.seeds, outcome.finding, outcome.seeds_of) == (16, None, {"registration": 16})
     assert seen == [(8, 16), (16, 16)]
     path = tmp_path / "seed.tape"
     assert record(Finding("registration", 3, "as if"), path) is None
@@ -165,6 +202,7 @@ def test_a_finding_is_found_again(forgetful: str, tmp_path: Path, capsys: pytest
     said = capsys.readouterr().err
     tape = tmp_path / "forgets-2.tape"
     assert "forgets, seed 2: AssertionError" in said
+    assert "forgets      3" in said
     assert "--scenario 'forgets' --seed 2" in said
     notes = Tape.read(tape).header.notes
     assert (notes["scenario"], notes["seed"], json.loads(notes["faults"])[0]["label"]) == ("forgets", "2", "copyback")
@@ -248,9 +286,11 @@ def test_the_command_lists_and_refuses(capsys: pytest.CaptureFixture[str], tmp_p
 def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With nothing found it exits 0 and says how fast it was; with a finding 1, naming seed, error and tape."""
     finding = Finding("life", 17, "AssertionError: rows differ")
-    monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(seeds, 2.0, None))
+    monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(seeds, 2.0, None, {"life": 9, "decode": 1}))
     assert _search("--seeds", "10") == 0
-    assert "10 seeds in 2 s, 5.0 seeds/s: nothing found" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "10 seeds in 2 s, 5.0 seeds/s: nothing found" in said
+    assert [line.split() for line in said.splitlines() if line.startswith(("life", "decode"))] == [["life", "9"], ["decode", "1"]]
     monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(18, 2.0, finding))
     monkeypatch.setattr(hunting, "record", lambda one, path: one)
     assert _search("--out", str(tmp_path)) == 1
