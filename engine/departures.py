@@ -10,7 +10,8 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 
@@ -47,6 +48,7 @@ class Departures:
         self._next: Session | None = None
         self._asked, self._done = asyncio.Event(), asyncio.Event()
         self._closing = False
+        self._moves = 0
         self.failure = ""  # why the last one that was tried stayed; empty once one has left
         self.count = 0  # that have left to make room
 
@@ -58,6 +60,21 @@ class Departures:
     def under_way(self) -> bool:
         """Whether a session is leaving."""
         return self._next is not None
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """A session goes to an archive or comes from one for the length of the block; afterwards it may leave."""
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._moves -= 1
+            self._wake()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether sessions that have memory will soon be idle or at work, which are neither now: whoever waits is woken then."""
+        return self._moves > 0 or any(session.coming and session.memory is not None for session in self.held.values())
 
     def begin(self, *spared: Session | None) -> bool:
         """Let the next one leave, if none is leaving; returns False where nobody may, or all have been tried in vain."""

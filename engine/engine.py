@@ -222,7 +222,8 @@ class Engine:
         """
         session = self._held.find(session_id)
         await self._held.settle(session)
-        return await self._archives.export(session, Path(directory), progress)
+        with self.departures.moving():
+            return await self._archives.export(session, Path(directory), progress)
 
     async def import_session(
         self, directory: str | Path, progress: TransferProgress | None = None, *, namespace: str = ""
@@ -236,7 +237,8 @@ class Engine:
         while True:
             self._loop.check_open()
             try:
-                taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
+                with self.departures.moving():
+                    taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
                 break
             except NotAdmitted as error:
                 full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max
@@ -268,6 +270,7 @@ class Engine:
                 return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
             finally:
                 held.coming -= 1
+                self._loop.wake()
 
         return Generation(start, self._loop.abort)
 
@@ -295,8 +298,8 @@ class Engine:
                 if not await self.departures.make_room(None if spared is None else self._sessions.get(spared)):
                     raise
 
-    def _reclaim(self) -> bool:
-        return self._loop.stored.reclaim(None) is not None
+    def _reclaim(self, missing: DoesNotFit) -> bool:
+        return self._loop.stored.reclaim(None, device=missing.device_missing_bytes > 0) is not None
 
     def _abort_all(self) -> None:
         for request in self._loop.requests:

@@ -55,6 +55,7 @@ class StepLoop:
         self._appends = AppendQueue(stage)
         self._flight: Flight | None = None
         self._wake = asyncio.Event()
+        self._held_up = False  # whether somebody startable waits for memory; whoever may give it back wakes the loop
         self._closing = False
         self._dead: BaseException | None = None
         self._idle = asyncio.Event()
@@ -175,9 +176,12 @@ class StepLoop:
             self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, steps_taken=self._batches.steps,
             decode_batch_limit=self._limit,
         )  # fmt: skip
+        self._held_up = False
         for request in decision.admit:
-            # Two requests of one session may both have been offered.
-            if self._line.startable(request) and not self._admit(request):
+            # Two requests of one session may both have been offered. Behind one that is held up, who has memory may start if nobody runs.
+            may = self._line.startable(request) and not (self._held_up and request.session.memory is None)
+            self._held_up |= may and not self._admit(request)
+            if self._held_up and (self.appending or self.decoding):
                 break
         await self._turn(decision)
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
@@ -201,13 +205,10 @@ class StepLoop:
 
     async def _wait_work(self) -> None:
         """Nothing runs: wait for a session's last operations, or for a caller."""
-        settling = self._line.settling
-        if self.waiting and settling is not None:
-            await settling.operations.settle()
-            return
+        if self.waiting and (settling := self._line.settling) is not None:
+            return await settling.operations.settle()
         self._wake.clear()
-        leaving = bool(self.waiting) and self.departures.under_way
-        if leaving or (not self._line.can_move() and not (self._closing and not self.waiting)):
+        if self._held_up or (not self._line.can_move() and not (self._closing and not self.waiting)):
             await self._wake.wait()
 
     async def _wait_room(self) -> None:

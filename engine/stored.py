@@ -187,8 +187,8 @@ class StoredSessions:
 
     @property
     def settling(self) -> SessionMemory | None:
-        """Memory of a stored session with operations in flight: it cannot be continued or given back before they are done."""
-        return next((session.memory for session in self._stored if session.busy), None)
+        """Memory of an idle session with operations in flight: it cannot be continued or given back before they are done."""
+        return next((session.memory for session in self._used if session.busy and session.phase is Phase.READY), None)
 
     def take(self, source: Session) -> SessionMemory:
         """A stored session's memory, for the session that continues it; the source is closed."""

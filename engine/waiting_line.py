@@ -5,7 +5,7 @@ Holds the line and the memories that are given back but still in flight. Does no
 Invariants:
 1. A request leaves the line exactly once: started, refused with an error, or aborted.
 2. What can never fit, with nobody else there, is refused at once; what does not fit now waits while somebody will give memory back.
-   Idle sessions give back theirs at once, or leave for the disk meanwhile.
+   Idle sessions give back theirs at once, or leave for the disk meanwhile. Who waits behind may hold what is missing, and goes first then.
 3. Everything that depends on the session's tokens is judged when the request starts, not when it was queued.
 """
 
@@ -113,7 +113,7 @@ class WaitingLine:
                 if gave is not None:
                     rests = rests and gave is not spared
                     continue
-                if self.settling is not None or self._departures.begin(source, request.session) or others_run:
+                if self.settling is not None or self._departures.begin(source, request.session) or others_run or self._may_free(request):
                     return False
                 if source is not None and (self._stored.give_up(source) or self._departures.begin(request.session)):
                     continue
@@ -121,6 +121,12 @@ class WaitingLine:
                 stay = f"; idle sessions stay in memory: {self._departures.failure}" if self._departures.failure else ""
                 self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens{stay}"))
                 return False
+
+    def _may_free(self, request: Request) -> bool:
+        """Whether memory is held by others that are about to work, and idle afterwards: also who waits behind has its session's rows."""
+        behind = self.requests[self.requests.index(request) + 1 :]
+        holds = any(one.session.memory is not None and one.session is not request.session for one in behind)
+        return holds or self._departures.unsettled
 
     def _beginning(self, request: Request) -> Beginning | None:
         """A stored history that begins like the request, which has no session of its own."""

@@ -62,12 +62,12 @@ class Archives:
 
     def __init__(
         self, stage: Stage, sessions: MutableMapping[SessionId, Session], sessions_max: int, identify: Callable[[], Identity],
-        wake: Callable[[], None], reclaim: Callable[[], bool],
+        wake: Callable[[], None], reclaim: Callable[[DoesNotFit], bool],
     ) -> None:  # fmt: skip
         """One a stage.
 
         Args: sessions: the engine's own, by id; imported ones are added. identify: makes the stage's identity, beside the loop.
-            wake: called whenever requests that wait for a session or for memory may go on. reclaim: frees some memory of idle sessions;
+            wake: called whenever requests that wait for a session or for memory may go on. reclaim: frees some memory that is missing;
             returns False when nothing more is to be had.
         """
         assert sys.byteorder == "little", "archives are little-endian, and rows go there as they are"
@@ -252,7 +252,7 @@ class Archives:
             try:
                 return self._stage.placement.open(session.id, len(session.tokens))
             except DoesNotFit as error:
-                if not self._reclaim():
+                if not self._reclaim(error):
                     raise NotAdmitted(
                         f"a session of {len(session.tokens)} tokens does not fit: {error}; close one or try later", retry_after_s=5.0
                     ) from error
