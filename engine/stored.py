@@ -9,6 +9,8 @@ Invariants:
 2. What is reused is always less than the prompt: the logits of its last token are needed.
 3. Rows are reused only where the state before the next row is known, or its MTP row is there already (`step_back`).
 4. Nothing is found across namespaces.
+5. What goes another way than a stored history leaves its tail as it was, if a fork fits. Of what it left, more than half of which lives
+   on in the fork, memory is taken back first: so a prompt asked again and again drives out its own old answers and nobody else's history.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ class Beginning:
     source: Session
     rows: int
     in_place: bool
+    saves: int = 0  # rows of the source that this fork keeps and that continuing it in place would cut off; 0: it could not be
 
 
 def step_back(rows: int, held: int) -> int:
@@ -66,6 +69,7 @@ class StoredSessions:
         self._drop_session = drop
         self._stored: dict[Session, None] = {}  # the least recently used first
         self._used: dict[Session, None] = {}  # all that have rows of their tokens, likewise
+        self._left: dict[Session, None] = {}  # of `_stored`, those left behind since they were used; the first left first
         self._changes = 0
         self._matches: dict[Request, tuple[int, list[Match[Session]]]] = {}  # of waiting requests, with `_changes` when they were found
 
@@ -87,6 +91,7 @@ class StoredSessions:
         self._changes += 1
         if self.stores:
             self._index.put(session, session.tokens[: session.rows], session.namespace)
+        self._left.pop(session, None)
         self._used.pop(session, None)
         self._used[session] = None
 
@@ -94,8 +99,8 @@ class StoredSessions:
         """The session is closed, broken or another one's now; nothing if it was never noted."""
         self._changes += 1
         self._index.drop(session)
-        self._used.pop(session, None)
-        self._stored.pop(session, None)
+        for held in (self._used, self._stored, self._left):
+            held.pop(session, None)
 
     def keep(self, session: Session) -> bool:
         """A request of the session has ended; returns whether it stays: False where it has nothing to keep."""
@@ -106,7 +111,7 @@ class StoredSessions:
             return not session.temporary
         self._stored[session] = None
         while len(self._stored) > self._stored_max:
-            self._drop(next(iter(self._stored)))
+            self._drop(next(iter(self._left or self._stored)))
         return True
 
     def close(self) -> None:
@@ -120,15 +125,18 @@ class StoredSessions:
 
     # What a request begins with.
 
-    def find(self, request: Request) -> Beginning | None:
-        """The most rows a stateless request can begin with; of equally many, those of a history that is continued itself."""
+    def find(self, request: Request, *, cuts: bool) -> Beginning | None:
+        """The most rows a stateless request can begin with; of equally many, those of a history that is continued itself.
+
+        Args: cuts: whether a history that goes on otherwise is cut rather than forked.
+        """
         changes, matches = self._matches.get(request, (-1, []))
         if changes != self._changes:
             matches = self._index.match(request.appended, request.session.namespace)
             self._matches[request] = (self._changes, matches)
         best: Beginning | None = None
         for match in matches:
-            found = self._beginning(match.key, min(match.tokens, match.key.rows), len(request.appended))
+            found = self._beginning(match.key, min(match.tokens, match.key.rows), len(request.appended), cuts=cuts)
             if found is not None and (best is None or (found.rows, found.in_place) > (best.rows, best.in_place)):
                 best = found
         return best
@@ -137,39 +145,53 @@ class StoredSessions:
         """The request has left the line."""
         self._matches.pop(request, None)
 
-    def _beginning(self, source: Session, common: int, prompt: int) -> Beginning | None:
+    def _beginning(self, source: Session, common: int, prompt: int, *, cuts: bool) -> Beginning | None:
         memory = source.memory
         if memory is None or memory.operations.broken is not None or source.phase in (Phase.BROKEN, Phase.CLOSED):
             return None
         rows = reusable(self._stage, source, min(common, prompt - 1), common)
-        # Cutting off more than stays would cost the rarer part of what is stored; a fork of less than a block would save next to nothing.
-        in_place = source in self._stored and 2 * rows >= source.rows
-        return Beginning(source, rows, in_place) if rows > 0 and (in_place or common >= BLOCK_ROWS) else None
+        tail = source.rows - rows
+        # Cutting off more than stays would cost the rarer part of what is stored. A tail, like a beginning, of less than a block is read
+        # again for less than a fork takes: a block, a page a layer, a hot cache.
+        may_cut = source in self._stored and tail <= rows
+        in_place = may_cut and (cuts or tail < BLOCK_ROWS)
+        if rows == 0 or not (in_place or common >= BLOCK_ROWS):
+            return None
+        return Beginning(source, rows, in_place, tail if may_cut and not in_place else 0)
+
+    def left(self, begins: Beginning) -> None:
+        """A fork has begun with most of a history that could have been cut for it."""
+        if begins.saves:
+            self._left[begins.source] = None
 
     # Memory that runs short.
 
-    def reclaim(self, spared: Session | None, *, rests: bool = True, device: bool = True) -> Session | None:
+    def reclaim(
+        self, spared: Session | None, *, rests: bool = True, device: bool = True, drops_max: int | None = None
+    ) -> Session | None:  # fmt: skip
         """Free some memory of idle sessions; returns whose, or None when nothing more is to be had at once.
 
-        The least recently used first: of all of them hot caches and reservations; then pages of index keys, shared ones last; then whole
-        stored histories.
+        Those left behind first, then the least recently used: of all of them hot caches and reservations; then pages of index keys, shared
+        ones last; then whole stored histories.
         Args: spared: rests after all others, and only with `rests`; it gives up nothing else. device: whether device memory is short:
-            index keys are nowhere else.
+            index keys are nowhere else. drops_max: rows that a history may have which is dropped without having been left behind.
         """
         last = {spared: None} if spared is not None and rests else {}
-        for session in (*self._idle(self._used, spared), *self._idle(last, None)):
+        in_turn = self._left | self._used
+        for session in (*self._idle(in_turn, spared), *self._idle(last, None)):
             assert session.memory is not None, "an idle session was chosen for its memory"
             if self._stage.placement.rest(session.memory):
                 return session
         for shared in (False, True) if device else ():
-            for session in self._idle(self._used, spared):
+            for session in self._idle(in_turn, spared):
                 assert session.memory is not None, "an idle session was chosen for its memory"
                 if self._stage.placement.shed(session.memory, shared=shared):
                     return session
-        for session in self._idle(self._stored, spared):
-            self._drop(session)
-            return session
-        return None
+        dropped = next(self._idle(self._left | self._stored, spared), None)
+        if dropped is None or (drops_max is not None and dropped not in self._left and dropped.rows > drops_max):
+            return None
+        self._drop(dropped)
+        return dropped
 
     def give_up(self, source: Session) -> bool:
         """Drop a stored session that itself holds what is missing; returns False if somebody else has it."""

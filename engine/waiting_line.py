@@ -99,8 +99,9 @@ class WaitingLine:
     def _take_memory(self, request: Request, tokens_max: int, others_run: bool) -> bool:
         """Memory for a request, with what idle sessions give back for it; False: it waits, or was refused."""
         rests = True  # once: a grow takes hot caches and reservation again
+        cuts = False
         while True:
-            begins = self._beginning(request)
+            begins = self._beginning(request, cuts)
             source = None if begins is None else begins.source
             if begins is not None and begins.in_place and begins.source.busy:
                 return False
@@ -109,9 +110,15 @@ class WaitingLine:
                 return True
             except DoesNotFit as error:
                 spared = source or request.session
-                gave = self._stored.reclaim(spared, rests=rests, device=error.device_missing_bytes > 0)
+                saves = 0 if begins is None else begins.saves
+                gave = self._stored.reclaim(
+                    spared, rests=rests, device=error.device_missing_bytes > 0, drops_max=saves if saves else None
+                )  # fmt: skip
                 if gave is not None:
                     rests = rests and gave is not spared
+                    continue
+                if saves and self.settling is None:
+                    cuts = True  # nobody waits, and no longer history goes, for the sake of a tail
                     continue
                 if self.settling is not None or self._departures.begin(source, request.session) or others_run or self._may_free(request):
                     return False
@@ -128,10 +135,10 @@ class WaitingLine:
         holds = any(one.session.memory is not None and one.session is not request.session for one in behind)
         return holds or self._departures.unsettled
 
-    def _beginning(self, request: Request) -> Beginning | None:
+    def _beginning(self, request: Request, cuts: bool) -> Beginning | None:
         """A stored history that begins like the request, which has no session of its own."""
         fresh = request.session.temporary and request.session.memory is None and request.history is None
-        return self._stored.find(request) if fresh else None
+        return self._stored.find(request, cuts=cuts) if fresh else None
 
     def _hold(self, session: Session, tokens_max: int, begins: Beginning | None) -> None:
         """Raises DoesNotFit; the session has no memory then, or as much as before."""
@@ -152,6 +159,7 @@ class WaitingLine:
             session.memory = placement.fork(
                 begins.source.memory, session.id, tokens_max, begins.rows, compute=stage.streams.compute, copyback=stage.copyback
             )
+            self._stored.left(begins)
 
     def _leave(self, request: Request) -> None:
         self.requests.remove(request)
