@@ -27,7 +27,11 @@ class Bar:
     """Progress of one thing, a context manager; safe to update after it was closed, and to close twice."""
 
     def __init__(
-        self, title: str, event: str, unit: Literal["tensors", "rows", "tokens", "seeds", "bytes"], console: Console | None = None
+        self,
+        title: str,
+        event: str,
+        unit: Literal["tensors", "rows", "tokens", "seeds", "bytes", "pictures"],
+        console: Console | None = None,
     ) -> None:
         self._title, self._event, self._unit = title, event, unit
         self._console = console if console is not None else Console(file=sys.stderr)

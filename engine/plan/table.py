@@ -88,7 +88,7 @@ def verdict(plan: Plan) -> list[str]:
     block = "" if ask.mtp else " without the MTP block"
     lines = [
         f"{plan.model}: {size(plan.checkpoint_bytes)} of {ask.form.encoding} weights{block}, rows of {plan.row_bytes} bytes, keys of "
-        f"{plan.key_bytes}, {plan.placement}, on {boxes.nodes} x {boxes.cards} cards; stages of {boxes.cards_per_stage}: {len(plan.stages)}"
+        f"{plan.key_bytes}, {plan.placement}, on {boxes.nodes} x {boxes.cards} cards, {boxes.cards_per_stage} a stage"
     ]
     lines.append(f"a history of {ask.tokens:,} tokens is {size(plan.history_bytes)} of packed rows in all layers")
     if first.what == "weights":
