@@ -122,6 +122,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     """How GLM's own service spells the switch of the reasoning: "disabled", or anything else for on."""
 
     type: str
+    clear_thinking: bool | None = None  # whether the prompt leaves out the reasoning of earlier turns
 
 
 class ChatRequest(GenerationRequest, kw_only=True):

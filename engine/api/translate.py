@@ -157,6 +157,8 @@ def _reasoning(request: ChatRequest) -> tuple[dict[str, object], str]:
     field = ""
     if request.thinking is not None:
         arguments["enable_thinking"], field = request.thinking.type != "disabled", "thinking"
+        if request.thinking.clear_thinking is not None:
+            arguments["clear_thinking"] = request.thinking.clear_thinking
     effort = request.reasoning_effort
     if effort == "none":
         arguments["enable_thinking"], field = False, "reasoning_effort"

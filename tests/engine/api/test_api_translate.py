@@ -202,6 +202,7 @@ def test_template_arguments_come_from_all_fields() -> None:
         ({"reasoning_effort": "none"}, {"enable_thinking": False}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"thinking": {"type": "enabled"}, "reasoning_effort": "max"}, {"enable_thinking": True, "reasoning_effort": "max"}),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, {"enable_thinking": True, "clear_thinking": False}),
         ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
     ],
 )

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import AnswerHead, encode, parse_chat
+from engine.api import AnswerHead, encode, parse_chat, to_messages
 from engine.api.chunks import chat_answer
 from engine.api.dialects import CHAT
 from engine.chunk import Chunk
@@ -15,7 +16,7 @@ from engine.protocol import SessionId
 from engine.request import Limits, Request
 from engine.sampling import Sampling
 from engine.session import Session
-from engine.text import Tokenizer
+from engine.text import ChatTemplate, Tokenizer
 
 TOKENIZER = Tokenizer.load(Path(__file__).resolve().parents[3] / "engine" / "demo_model")
 TOOL = {"type": "function", "function": {"name": "read", "parameters": {"properties": {"path": {"type": "string"}}}}}
@@ -91,6 +92,46 @@ def test_a_stop_text_exactly_at_the_length_cap() -> None:
 def test_a_stop_id_inside_unfinished_reasoning() -> None:
     """The turn has reasoning alone."""
     assert turn("Let me th") == ("Let me th", "", [], "stop", USER)
+
+
+TEMPLATE = """\
+[gMASK]<sop>
+{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+<|assistant|><think>{{ m.reasoning_content }}</think>{{ m.content }}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments.items() -%}
+<arg_key>{{ key }}</arg_key><arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{%- endfor -%}
+</tool_call>
+{%- endfor -%}
+{%- elif m.role == 'tool' -%}<|observation|><tool_response>{{ m.content }}</tool_response>
+{%- else -%}<|{{ m.role }}|>{{ m.content }}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|><think>{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TURN,
+        "hm</think>done",
+        f"</think>{READ}",
+        '</think><tool_call>read<arg_key>path</arg_key><arg_value> 1\n</arg_value><arg_key>more</arg_key><arg_value>[1, {"a": null}]'
+        "</arg_value></tool_call>",
+        "<</think>a < b\n",
+    ],
+)
+def test_a_turn_sent_back_is_the_text_that_it_was(text: str) -> None:
+    """A client that sends the answer back as it got it makes the prompt that the model wrote on, so that its rows are found again."""
+    message = choice_of(chunks_of([*TOKENIZER.encode(text), USER]))["message"]
+    messages = [{"role": "user", "content": "hi"}, message, {"role": "tool", "content": "x", "tool_call_id": "c"}]
+    template, asked = ChatTemplate(TEMPLATE), parse_chat(json.dumps({"messages": messages}).encode())
+    before = template.render([{"role": "user", "content": "hi"}])
+    again = template.render(to_messages(asked))
+    assert again == f"{before}{text}<|observation|><tool_response>x</tool_response><|assistant|><think>"
 
 
 def test_half_a_character_at_the_end() -> None:
