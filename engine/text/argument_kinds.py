@@ -25,14 +25,20 @@ class ToolSchemas:
     def __init__(self, parameters_of: Mapping[str, object]) -> None:
         """Args: parameters_of: JSON Schemas of the tools' parameters; what is none declares nothing."""
         self._parameters_of = parameters_of
+        self._known: dict[tuple[str, str], Kinds] = {}
 
     def kinds(self, tool: str, argument: str) -> Kinds:
         """What the argument may be; empty where nothing is declared."""
-        root = self._parameters_of.get(tool)
-        schema = _resolved(root, root)
-        properties = schema.get("properties")
-        found = properties.get(argument) if isinstance(properties, Mapping) else None
-        return _kinds(schema.get("additionalProperties") if found is None else found, root, _HOPS_MAX)
+        known = self._known.get((tool, argument))
+        if known is None:
+            root = self._parameters_of.get(tool)
+            schema = _resolved(root, root)
+            properties = schema.get("properties")
+            found = properties.get(argument) if isinstance(properties, Mapping) else None
+            looked = _Looked(root)
+            known = looked.kinds(schema.get("additionalProperties") if found is None else found, _HOPS_MAX)
+            self._known[tool, argument] = known
+        return known
 
 
 def is_json_string(kinds: Kinds) -> bool:
@@ -77,32 +83,45 @@ def _resolved(schema: object, root: object) -> Mapping[str, object]:
     return {}
 
 
-def _kinds(schema: object, root: object, hops: int) -> Kinds:
-    if hops == 0:
-        return _ANY
-    found = _resolved(schema, root)
-    declared = found.get("type")
-    if isinstance(declared, str):
-        kinds = frozenset({declared})
-    elif isinstance(declared, list):
-        kinds = frozenset(kind for kind in declared if isinstance(kind, str))
-    else:
-        kinds = _undeclared(found, root, hops)
-    return kinds | {"null"} if kinds and found.get("nullable") is True else kinds
+class _Looked:
+    """Kinds of schemas inside one root, each looked at once: references may lead from few schemas to very many places, or in a circle."""
 
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._kinds_of: dict[int, Kinds] = {}  # by id: the root holds them all
 
-def _undeclared(found: Mapping[str, object], root: object, hops: int) -> Kinds:
-    """Kinds of a schema without `type`: from its values or its alternatives."""
-    values = found.get("enum", [found["const"]] if "const" in found else None)
-    if isinstance(values, list):
-        return frozenset(map(_kind, values))
-    for word in ("anyOf", "oneOf"):
-        if isinstance(found.get(word), list):
-            return _united(_kinds(each, root, hops - 1) for each in _listed(found[word]))
-    for each in _listed(found.get("allOf")):
-        if kinds := _kinds(each, root, hops - 1):
-            return kinds
-    return frozenset({"object"}) if "properties" in found else frozenset({"array"}) if "items" in found else _ANY
+    def kinds(self, schema: object, hops: int) -> Kinds:
+        found = _resolved(schema, self._root)
+        if hops == 0 or not found:
+            return _ANY
+        known = self._kinds_of.get(id(found))
+        if known is None:
+            self._kinds_of[id(found)] = _ANY  # what leads back to itself says nothing
+            known = self._kinds_of[id(found)] = self._declared(found, hops)
+        return known
+
+    def _declared(self, found: Mapping[str, object], hops: int) -> Kinds:
+        declared = found.get("type")
+        if isinstance(declared, str):
+            kinds = frozenset({declared})
+        elif isinstance(declared, list):
+            kinds = frozenset(kind for kind in declared if isinstance(kind, str))
+        else:
+            kinds = self._undeclared(found, hops)
+        return kinds | {"null"} if kinds and found.get("nullable") is True else kinds
+
+    def _undeclared(self, found: Mapping[str, object], hops: int) -> Kinds:
+        """Kinds of a schema without `type`: from its values or its alternatives."""
+        values = found.get("enum", [found["const"]] if "const" in found else None)
+        if isinstance(values, list):
+            return frozenset(map(_kind, values))
+        for word in ("anyOf", "oneOf"):
+            if isinstance(found.get(word), list):
+                return _united(self.kinds(each, hops - 1) for each in _listed(found[word]))
+        for each in _listed(found.get("allOf")):
+            if kinds := self.kinds(each, hops - 1):
+                return kinds
+        return frozenset({"object"}) if "properties" in found else frozenset({"array"}) if "items" in found else _ANY
 
 
 def _listed(value: object) -> list[object]:

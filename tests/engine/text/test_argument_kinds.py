@@ -57,6 +57,14 @@ def test_references_are_followed() -> None:
     assert ToolSchemas({"f": root}).kinds("f", "x") == {"string"}
 
 
+def test_references_that_multiply_are_looked_at_once() -> None:
+    """Schemas that lead to one another in very many ways cost no more than there are of them, and say what they say."""
+    doubling = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 9} for n in range(14)} | {"14": {"type": "string"}}
+    assert kinds({"$ref": "#/$defs/0"}, **{"$defs": doubling}) == {"string"}
+    knot = {name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in "abcdefgh" * 3]} for name in "abcdefgh"}
+    assert kinds({"$ref": "#/$defs/a"}, **{"$defs": knot}) == ANYTHING
+
+
 def test_arguments_that_are_not_declared() -> None:
     """An unknown tool or argument may be anything; additionalProperties speak for the unknown arguments."""
     tools = ToolSchemas({"f": {"properties": {}}, "g": {"additionalProperties": {"type": "string"}}, "h": "no schema", "i": None})
