@@ -139,14 +139,19 @@ class Allotment(Generic[Id]):
         self._reserved, self.units_max = 0, len(self.ids)
         return given
 
+    @property
+    def lacking(self) -> int:
+        """Units that were cut or replaced while the store had none instead: a `grow` asks for them again."""
+        return self.units_max - len(self.ids) - len(self._spare) - self._reserved
+
     def grow(self, units_max: int) -> Callable[[], None]:
-        """Become entitled to `units_max` units; returns what undoes that as long as nothing was taken since.
+        """Become entitled to `units_max` units, also to lacking ones; returns what undoes that as long as nothing was taken since.
 
         Raises: DoesNotFit; nothing changed then.
         """
         before = self.units_max
         assert units_max >= before, f"an allotment of {before} units cannot grow to {units_max}"
-        more = units_max - len(self.ids) - len(self._spare) - self._reserved
+        more = units_max - before + self.lacking
         self._store.reserve(more)
         self._reserved += more
         self.units_max = units_max

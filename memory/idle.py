@@ -51,8 +51,7 @@ def bytes_shed(holdings: Holdings) -> int:
 
 
 def wake_pages(holdings: Holdings) -> bool:
-    """Reserve the pages that were given up. Raises DoesNotFit; returns whether there were any."""
-    if not is_shed(holdings):
-        return False
-    holdings.pages.grow(pages_of(holdings.tokens_max))
-    return True
+    """Reserve the pages that were given up, and those lacking. Raises DoesNotFit; returns whether any had been given up."""
+    asleep = is_shed(holdings)
+    holdings.pages.grow(max(holdings.pages.pages_max, pages_of(holdings.tokens_max)))
+    return asleep

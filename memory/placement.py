@@ -240,17 +240,18 @@ class Offload:
 
     def _wake(self, session: OffloadSession) -> bool:
         """Give a session at rest with tables long enough hot caches and pages back. Raises DoesNotFit; returns whether it was at rest."""
-        holdings = session.holdings
-        if session.hot and not is_shed(holdings):
-            return False
-        hot_bytes = 0 if session.hot else self._hot_bytes(holdings.tokens_max)
-        _check_room(Needs(0, hot_bytes + bytes_shed(holdings)), self.arena, self.pool)
+        holdings, history = session.holdings, session.history
+        asleep = not session.hot
+        hot_bytes = self._hot_bytes(holdings.tokens_max) if asleep else 0
+        host_bytes = history.allotment.lacking * self._layout.block_bytes
+        _check_room(Needs(host_bytes, hot_bytes + bytes_shed(holdings)), self.arena, self.pool)
         with ExitStack() as undo:
+            undo.callback(history.grow(history.blocks_max))
             hot = session.hot or self._take_hot(holdings.tokens_max, undo)
-            wake_pages(holdings)
+            asleep = wake_pages(holdings) or asleep
             undo.pop_all()
         session.hot = hot
-        return True
+        return asleep
 
     def shed(self, session: SessionMemory, *, shared: bool) -> bool:
         """See Placement."""
@@ -269,7 +270,7 @@ class Offload:
         _check_still(holdings)
         if tokens_max <= holdings.tokens_max:
             return self._wake(session)
-        more = blocks_of(tokens_max) - session.history.blocks_max
+        more = blocks_of(tokens_max) - session.history.blocks_max + session.history.allotment.lacking
         shared = shared_bytes(self._layout, self._hidden, tokens_max) - shared_bytes(self._layout, self._hidden, holdings.tokens_max)
         device = shared + self._hot_bytes(tokens_max) + _tables_bytes(holdings) + bytes_shed(holdings)
         _check_room(Needs(more * self._layout.block_bytes, device), self.arena, self.pool)
@@ -356,7 +357,11 @@ class Resident:
         holdings = session.holdings
         _check_still(holdings)
         if tokens_max <= holdings.tokens_max:
-            return wake_pages(holdings)
+            with ExitStack() as undo:
+                undo.callback(holdings.history.grow(holdings.history.blocks_max))
+                asleep = wake_pages(holdings)
+                undo.pop_all()
+            return asleep
         device = self.needs(tokens_max).device_bytes - self.needs(holdings.tokens_max).device_bytes
         _check_room(Needs(0, device + _tables_bytes(holdings) + bytes_shed(holdings)), self.arena, self.pool)
         with ExitStack() as undo:
