@@ -21,7 +21,7 @@ from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
 from engine.device import device_of, streams_of
-from engine.errors import BadRequest, BadSetting, NotAdmitted
+from engine.errors import BadRequest, BadSetting, NeverFits, NotAdmitted
 from engine.generation import Generation
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
@@ -242,7 +242,7 @@ class Engine:
                 break
             except NotAdmitted as error:
                 full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max
-                if not full or not await self.departures.make_room():
+                if isinstance(error, NeverFits) or not full or not await self.departures.make_room():
                     raise
         self._held.used(taken)
         self._loop.stored.note(taken)

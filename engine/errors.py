@@ -8,8 +8,8 @@ import reprlib
 from typing import Final, Literal, TypeAlias
 
 __all__ = [
-    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NotAdmitted",
-    "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "UnknownSession", "shown",
+    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NeverFits", "NotAdmitted",
+    "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -18,6 +18,7 @@ _REASONS: Final = {
     "missing": "incomplete", "format": "in another format",
 }  # fmt: skip
 
+_CONTEXT_EXCEEDED: Final = "context_length_exceeded"  # OpenAI's: clients shorten the conversation on it
 _SHOWN_MAX = 100
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
@@ -39,6 +40,7 @@ class ForebayError(Exception):
     exit_code = 1
     status = 500
     kind = "internal_error"
+    code: str | None = None  # as OpenAI names it, where clients act on one
 
 
 class BadSetting(ForebayError):
@@ -66,6 +68,12 @@ class BadRequest(ForebayError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class TooLong(BadRequest):
+    """A prompt, or a prompt and what it asks for, that is longer than the context."""
+
+    code = _CONTEXT_EXCEEDED
 
 
 class UnknownSession(BadRequest):
@@ -106,6 +114,14 @@ class QuotaExceeded(ForebayError):
     exit_code = 4
     status = 403
     kind = "quota_error"
+
+
+class NeverFits(NotAdmitted):
+    """More than all there is could hold, whoever else leaves: no time makes it right."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = _CONTEXT_EXCEEDED
 
 
 class SessionBroken(ForebayError):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.append import AppendRun
 from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
-from engine.errors import BadRequest, ForebayError
+from engine.errors import ForebayError, TooLong
 from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.sampling_table import SamplingState
@@ -45,7 +45,7 @@ class Request:
         self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, limits: Limits, seed: int,
         eos: Sequence[int], tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
-        """Raises BadRequest if the context cannot hold it behind the session's present tokens."""
+        """Raises TooLong if the context cannot hold it behind the session's present tokens."""
         self.id = request_id
         self.session = session
         self.appended = list(appended)  # tokens this request adds before it generates
@@ -75,12 +75,12 @@ class Request:
         self._scanner = StopScanner(sampling.stop, include_stop=sampling.include_stop)
 
     def fit(self, held: int) -> None:
-        """Settle how many tokens it may generate behind `held` tokens of its session. Raises BadRequest: no room."""
+        """Settle how many tokens it may generate behind `held` tokens of its session. Raises TooLong: no room."""
         prompt, asked = held + len(self.appended), self.sampling.max_tokens
         room = self._limits.context_max - prompt
         if room < (asked or 1):
             field = "prompt" if asked is None or room < 1 else "max_tokens"
-            raise BadRequest(
+            raise TooLong(
                 f"{prompt} prompt tokens and {asked or 1} new ones exceed the context of {self._limits.context_max} tokens", field=field
             )
         self.max_tokens = asked or min(self._limits.default_max_tokens, room)

@@ -11,14 +11,14 @@ from typing import TypeAlias
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import BadSetting, NotAdmitted
+from engine.errors import BadSetting, NeverFits, NotAdmitted
 from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
 from kernels.layout import BlockLayout, TableLayout
 from kernels.place import BULK_ROWS
 from memory.arena import Arena
 from memory.copyback import Copyback
-from memory.errors import ArenaFull, RegistrationRefused
+from memory.errors import ArenaFull, DoesNotFit, RegistrationRefused
 from memory.host import available_bytes
 from memory.ledger import Ledger
 from memory.placement import Offload, Placement, Resident
@@ -86,6 +86,16 @@ class Stage:
     recorder: Recorder | None = None  # makes steps replays; None: every step is issued anew
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
     forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
+
+    def check_size(self, tokens_max: int) -> None:
+        """Raise NeverFits if all memory there is, with nobody else in it, is too little for a session of `tokens_max` tokens."""
+        needs, has = self.placement.needs(tokens_max), self.placement.statistics()
+        host_missing = max(0, needs.host_bytes - has.arena.blocks * has.arena.block_bytes)
+        budget = has.pool.budget_bytes
+        device_missing = 0 if budget is None else max(0, needs.device_bytes + has.append_ring_bytes - budget)
+        if host_missing or device_missing:
+            missing = DoesNotFit(host_missing_bytes=host_missing, device_missing_bytes=device_missing)
+            raise NeverFits(f"a context of {tokens_max} tokens can never fit: {missing} with nobody else there; ask for fewer tokens")
 
     @property
     def mtp_layer(self) -> int:

@@ -42,21 +42,15 @@ class WaitingLine:
         self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request. Raises NotAdmitted when the line is full or the request can never fit."""
+        """Queue a request. Raises NotAdmitted: the line is full; NeverFits."""
         if len(self.requests) >= self._waiting_max:
             raise NotAdmitted(f"{len(self.requests)} requests are waiting already; try later", retry_after_s=1.0)
         self._check_size(request)
         self.requests.append(request)
 
     def _check_size(self, request: Request) -> None:
-        """Raise NotAdmitted if the whole stage is too small for the request's session."""
-        tokens_max = self._tokens_max(request)
-        needs, arena = self._stage.placement.needs(tokens_max), self._stage.arena.statistics()
-        missing = needs.host_bytes - arena.blocks * arena.block_bytes
-        if missing > 0:
-            raise NotAdmitted(
-                f"a context of {tokens_max} tokens can never fit: {missing} bytes of host memory missing; ask for fewer tokens"
-            )
+        """Raise NeverFits if the whole stage is too small for the request's session."""
+        self._stage.check_size(self._tokens_max(request))
 
     def _tokens_max(self, request: Request) -> int:
         return len(request.session.tokens) + len(request.appended) + request.max_tokens + self._spare_rows
@@ -124,10 +118,15 @@ class WaitingLine:
                     return False
                 if source is not None and (self._stored.give_up(source) or self._departures.begin(request.session)):
                     continue
-                # Idle sessions that callers hold have the rest, and there is no place where they could go.
-                stay = f"; idle sessions stay in memory: {self._departures.failure}" if self._departures.failure else ""
-                self._refuse(request, NotAdmitted(f"a context of {tokens_max} tokens does not fit: {error}; ask for fewer tokens{stay}"))
+                self._refuse(request, self._no_room(request, tokens_max, error))
                 return False
+
+    def _no_room(self, request: Request, tokens_max: int, error: DoesNotFit) -> NotAdmitted:
+        """Sessions that callers hold have the rest: idle ones that have no place to go, or those of others that wait, who go first."""
+        stay = f"; idle sessions stay in memory: {self._departures.failure}" if self._departures.failure else ""
+        rivals = any(one.session.memory is not None for one in self.requests if one.session is not request.session)
+        text = f"a context of {tokens_max} tokens does not fit{' now' if rivals else ''}: {error}; ask for fewer tokens{stay}"
+        return NotAdmitted(text, retry_after_s=1.0 if rivals else None)
 
     def _may_free(self, request: Request) -> bool:
         """Whether memory is held by others that are about to work, and idle afterwards: also who waits behind has its session's rows."""

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from engine.chunk import Chunk, TokenLogprob, Usage
 from engine.config import ServerConfig
-from engine.errors import BadRequest, NotAdmitted, SessionBroken
+from engine.errors import BadRequest, NeverFits, NotAdmitted, SessionBroken
 from engine.service import Service
 from server import listening
 from tests.fake_engine import FakeEngine, words
@@ -125,6 +125,7 @@ async def test_models() -> None:
         (BadRequest("too long", field="messages"), openai.BadRequestError),
         (NotAdmitted("full", retry_after_s=2.0), openai.RateLimitError),
         (NotAdmitted("does not fit"), openai.InternalServerError),
+        (NeverFits("can never fit"), openai.BadRequestError),
         (SessionBroken("layer 2"), openai.InternalServerError),
     ],
 )

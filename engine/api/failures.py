@@ -21,7 +21,7 @@ def error_fields(message: str, kind: str, *, field: str | None = None, code: str
 def error_body(error: BaseException) -> tuple[int, dict[str, object]]:
     """HTTP status and body for `error`."""
     if isinstance(error, ForebayError):
-        body = error_fields(str(error) or error.kind, error.kind, field=getattr(error, "field", None))
+        body = error_fields(str(error) or error.kind, error.kind, field=getattr(error, "field", None), code=error.code)
         if isinstance(error, StaleRevision):
             body["revision"] = error.revision  # the present one, beside the error: clients read `error` by its four fields
         return error.status, body

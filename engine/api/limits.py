@@ -7,7 +7,7 @@
 
 from collections.abc import Mapping
 
-from engine.errors import BadRequest
+from engine.errors import TooLong
 from engine.protocol import Prompt
 
 __all__ = ["CHARACTERS_A_TOKEN_MAX", "check_prompt_size", "check_text_size"]
@@ -17,10 +17,10 @@ CHARACTERS_A_TOKEN_MAX = 16
 
 
 def check_text_size(characters: int, context_max: int, field: str = "prompt") -> None:
-    """Raises BadRequest with both numbers when a text cannot fit a context of `context_max` tokens."""
+    """Raises TooLong with both numbers when a text cannot fit a context of `context_max` tokens."""
     limit = CHARACTERS_A_TOKEN_MAX * context_max
     if characters > limit:
-        raise BadRequest(
+        raise TooLong(
             f"{field} has {characters} characters; a context of {context_max} tokens takes at most {limit}, "
             f"{CHARACTERS_A_TOKEN_MAX} a token",
             field=field,
@@ -28,13 +28,13 @@ def check_text_size(characters: int, context_max: int, field: str = "prompt") ->
 
 
 def check_prompt_size(prompt: Prompt, context_max: int) -> None:
-    """Raises BadRequest, naming `prompt` or `messages`, when a prompt cannot fit a context of `context_max` tokens."""
+    """Raises TooLong, naming `prompt` or `messages`, when a prompt cannot fit a context of `context_max` tokens."""
     if isinstance(prompt, str):
         check_text_size(len(prompt), context_max)
     elif prompt and isinstance(prompt[0], Mapping):
         check_text_size(sum(map(_characters, prompt)), context_max, "messages")
     elif len(prompt) >= context_max:
-        raise BadRequest(
+        raise TooLong(
             f"prompt has {len(prompt)} tokens; a context of {context_max} tokens takes at most {context_max - 1} and a new one",
             field="prompt",
         )

@@ -12,7 +12,7 @@ from typing import Final
 from engine.archive.identity import Identity
 from engine.archive.manifest import Kind, Manifest, Segment
 from engine.archive.parts import segment_checksum
-from engine.errors import ArchiveReason, ArchiveRefused, NotAdmitted
+from engine.errors import ArchiveReason, ArchiveRefused, NeverFits
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 
 __all__ = ["check", "check_fits", "keys_of"]
@@ -78,7 +78,7 @@ def _check_tiles(segments: list[Segment], held: range, rows: int, where: str) ->
 
 
 def check_fits(manifest: Manifest, identity: Identity, where: str) -> None:
-    """Whether the session can live in an engine. Raises ArchiveRefused (foreign, format); NotAdmitted: it is longer than a session here."""
+    """Whether the session can live in an engine. Raises ArchiveRefused (foreign, format); NeverFits: it is longer than a session here."""
     first, end = identity.first_layer, identity.first_layer + identity.layers
     held = range(manifest.first_layer, manifest.first_layer + manifest.layers)
     wrong: list[tuple[bool, ArchiveReason, str]] = [
@@ -100,7 +100,7 @@ def check_fits(manifest: Manifest, identity: Identity, where: str) -> None:
     if strange >= identity.vocabulary:
         raise ArchiveRefused("foreign", where, f"token {strange} is outside the vocabulary of {identity.vocabulary}")
     if len(manifest.tokens) > identity.context_max:
-        raise NotAdmitted(
+        raise NeverFits(
             f"the archive has {len(manifest.tokens)} tokens, and a session may hold {identity.context_max}; raise --context-max"
         )
 

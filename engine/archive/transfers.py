@@ -247,7 +247,8 @@ class Archives:
         return session
 
     def _open(self, session: Session) -> SessionMemory:
-        """Memory for its tokens, with what idle sessions give back for it. Raises NotAdmitted."""
+        """Memory for its tokens, with what idle sessions give back for it. Raises NotAdmitted, NeverFits."""
+        self._stage.check_size(len(session.tokens))
         while True:
             try:
                 return self._stage.placement.open(session.id, len(session.tokens))

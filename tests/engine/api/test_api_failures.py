@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.api import encode, error_body, error_fields
-from engine.errors import BadModel, BadRequest, BadSetting, ForebayError, NotAdmitted, SessionBroken, UnknownSession
+from engine.errors import BadModel, BadRequest, BadSetting, ForebayError, NeverFits, NotAdmitted, SessionBroken, TooLong, UnknownSession
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,14 @@ from engine.errors import BadModel, BadRequest, BadSetting, ForebayError, NotAdm
 def test_our_errors_show_their_message(error: ForebayError, status: int, kind: str, field: str | None) -> None:
     """Each error has its status and OpenAI's four fields."""
     assert error_body(error) == (status, {"error": {"message": "no", "type": kind, "param": field, "code": None}})
+
+
+@pytest.mark.parametrize("error", [TooLong("no", field="prompt"), NeverFits("no")])
+def test_what_is_too_long_has_the_code_that_clients_act_on(error: ForebayError) -> None:
+    """Longer than the context, or than all memory: 400 and OpenAI's own code, so that clients shorten and do not try again."""
+    field = getattr(error, "field", None)
+    shown = {"message": "no", "type": "invalid_request_error", "param": field, "code": "context_length_exceeded"}
+    assert error_body(error) == (400, {"error": shown})
 
 
 @pytest.mark.parametrize(
