@@ -42,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", metavar="bf16|fp8|int4|f32", help="how weights are stored; default: as the config says")
     parser.add_argument("--weight-group", metavar="N", help="inputs that share a scale in int4 (64)")
     parser.add_argument("--without-mtp", action="store_true", help="leave the MTP block out")
-    parser.add_argument("--index-keys", metavar="auto|bf16|f32|e4m3", help="how index keys are stored (auto)")
-    parser.add_argument("--replicas", metavar="1|2", help="copies of a history in RAM (1)")
+    parser.add_argument("--index-key-format", dest="keys", metavar="auto|bf16|f32|e4m3", help="how index keys are stored (auto)")
+    parser.add_argument("--mirror-replicas", dest="replicas", metavar="1|2", help="copies of a history in RAM (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     add_flags(parser, _SETTINGS)
 
@@ -106,9 +106,12 @@ def _plan(invocation: Invocation) -> "Plan":
         raise BadSetting("--weight-group belongs to --weights int4; give that too")
     asked = None if named is None else WeightForm(named, _count(options, "weight_group", 64))  # type: ignore[arg-type]  # it checks
     forms: dict[str, KeyForm] = {form: form for form in get_args(KeyForm)}
-    keys = str(options.get("index_keys") or "auto")
+    keys = str(options.get("keys") or settings.engine.index_key_format)
     if keys not in forms:
-        raise BadSetting(f"--index-keys must be one of {', '.join(forms)}, not {keys!r}")
+        raise BadSetting(f"--index-key-format must be one of {', '.join(forms)}, not {keys!r}")
+    replicas = str(options.get("replicas") or 1)
+    if replicas not in ("1", "2"):
+        raise BadSetting(f"--mirror-replicas must be 1 or 2, not {replicas!r}")
     cards = _count(options, "cards", 8)
     boxes = Boxes(
         nodes=_count(options, "nodes", 2), ram_bytes=_size(options, "ram", 1 << 40), cards=cards,
@@ -118,7 +121,7 @@ def _plan(invocation: Invocation) -> "Plan":
     ask = Ask(
         tokens=tokens_of(str(options["context"])) if options.get("context") is not None else min(1 << 20, config.context_max),
         sessions=_count(options, "sessions", 15), form=form, mtp=has_mtp_block(config) and not options.get("without_mtp"),
-        keys=forms[keys], replicas=_count(options, "replicas", 1), arena_bytes=settings.engine.host_memory_bytes,
+        keys=forms[keys], replicas=int(replicas), arena_bytes=settings.engine.host_memory_bytes,
     )  # fmt: skip
     return make_plan(model, config, settings.engine, boxes, ask)
 

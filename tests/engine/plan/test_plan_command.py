@@ -106,7 +106,7 @@ def test_settings_count(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     assert changed("--hot-rows", "64")["hot_row_bytes"] == before["hot_row_bytes"] * 64 // 2048
     assert changed("--host-memory", "1GiB")["arena_bytes"] == 1 << 30
     assert changed("--without-mtp")["host_bytes"] < before["host_bytes"]
-    assert changed("--replicas", "2")["host_bytes"] == 2 * before["host_bytes"]
+    assert changed("--mirror-replicas", "2")["host_bytes"] == 2 * before["host_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_settings_count(config_file: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (("--context", "1T"), "--context must be a count like"), (("--sessions", "many"), "--sessions must be an integer"),
         (("--vram", "big"), "--vram must be a size"), (("--weights", "int3"), "--weights must be one of"),
-        (("--index-keys", "fp4"), "--index-keys must be one of"), (("--weight-group", "32"), "belongs to --weights int4"),
+        (("--index-key-format", "fp4"), "--index-key-format must be one of"), (("--weight-group", "32"), "belongs to --weights int4"),
+        (("--mirror-replicas", "x"), "--mirror-replicas must be 1 or 2"),
         (("--cards", "3", "--cards-per-stage", "2"), "--cards-per-stage 2 does not divide"), (("--card", "3"), "did you mean --cards"),
     ],
 )  # fmt: skip
