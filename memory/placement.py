@@ -24,7 +24,7 @@ from memory.errors import DoesNotFit
 from memory.fork import begin, shared_units
 from memory.history import BlockStore, DeviceBlocks
 from memory.hot import HotCache
-from memory.idle import bytes_shed, is_shed, rest, shed, wake_pages
+from memory.idle import bytes_shed, rest, shed, wake_pages
 from memory.keys import KeyPages
 from memory.needs import Needs, hot_bytes, hot_slots, offload_needs, resident_needs, shared_bytes
 from memory.offload import OffloadSession
