@@ -36,11 +36,13 @@ _LATE = ("copyback", "fork", "truncate", "append tail", "own page")  # what is h
 class _Family:
     """Who is alive, and what each does next."""
 
-    def __init__(self, scene: Scene, ground: Ground) -> None:
+    def __init__(self, scene: Scene, ground: Ground, *, scarce: bool) -> None:
+        """Args: scarce: some find no room, and do without."""
         self.alive: list[Life] = []
         self.ground = ground
         self._scene = scene
         self._rng = scene.rng
+        self._scarce = scarce
         self._born = 0
         self._chunks = asyncio.Lock()  # a stage reads one prompt at a time
         self._group: asyncio.TaskGroup | None = None
@@ -112,6 +114,8 @@ class _Family:
     async def _move(self, life: Life, move: str) -> None:
         rng, session = self._rng, life.session
         left = _TOKENS_MAX - len(life.salts)
+        if move in ("decode", "ahead", "append") and not await self._admitted(life):
+            return
         if move == "decode":
             await life.decode(min(left, rng.choice((1, 5, 31, 64, 70))), each=rng.choice((4, 32)))
         elif move == "ahead":
@@ -133,6 +137,19 @@ class _Family:
             await self._rest(life)
         elif move == "late":
             self._hold(life)
+
+    async def _admitted(self, life: Life) -> bool:
+        """Whether there is room for a turn: what a session gave up or lost it asks for again."""
+        if not self._scarce:
+            return True
+        await life.session.operations.settle()
+        before = self._held()
+        try:
+            self.ground.placement.grow(life.session, _TOKENS_MAX)
+        except DoesNotFit:
+            assert self._held() == before, "a turn that was refused left a trace"
+            return False
+        return True
 
     def _fork(self, source: Life) -> None:
         """Another one begins with rows of `source` that its steps have been followed for, wherever they are now."""
@@ -182,7 +199,8 @@ class _Family:
         if self._rng.random() < 0.3:
             _cut(life, self._rng.randrange(len(life.salts) + 1))
             await session.operations.settle()
-        self.ground.placement.grow(session, _TOKENS_MAX)
+        if not self._scarce:
+            self.ground.placement.grow(session, _TOKENS_MAX)
 
     def _hold(self, life: Life) -> None:
         """Some of what is in flight is late, by some rounds of the loop."""
@@ -232,8 +250,10 @@ def _holders(sessions: list[SessionMemory], part: Callable[[SessionMemory], Allo
 
 async def forks(scene: Scene) -> None:
     """A conversation and its forks decode, append, fork, are cut, rest, wake and end, all at once; copies are late now and then."""
-    ground = Ground(scene, resident=scene.rng.random() < 0.2, blocks=60, hot_rows=scene.rng.choice((4, 8, 24)))
-    family = _Family(scene, ground)
+    resident = scene.rng.random() < 0.2
+    scarce = not resident and scene.rng.random() < 0.3
+    ground = Ground(scene, resident=resident, blocks=scene.rng.choice((10, 14)) if scarce else 60, hot_rows=scene.rng.choice((4, 8, 24)))
+    family = _Family(scene, ground, scarce=scarce)
     await family.live()
     if family.alive and scene.rng.random() < 0.5:
         await family.live()
