@@ -58,7 +58,11 @@ class Retention:
     def expires_at(self, session_id: str, used_at: float) -> float | None:
         """Unix time at which it is due; None: never."""
         seconds = self._given_s.get(session_id, self.default_s)
-        return max(used_at, self._ended.get(session_id, 0.0)) + seconds if seconds else None
+        return self.last_use(session_id, used_at) + seconds if seconds else None
+
+    def last_use(self, session_id: str, used_at: float) -> float:
+        """Unix time of the end of its last turn, if that was noted, or of what came later."""
+        return max(used_at, self._ended.get(session_id, 0.0))
 
     def due(self, view: SessionView) -> bool:
         """Whether its time has come."""
@@ -78,7 +82,7 @@ class Retention:
     def look_again_s(self) -> float:
         """How soon somebody should look: a session outlives its age by at most a tenth of it, or a second."""
         ages = [seconds for seconds in (self.default_s, *self._given_s.values()) if seconds]
-        return min(_LOOK_S, max(1.0, min(ages, default=_LOOK_S) / 10))
+        return min(_LOOK_S, max(1.0, min(ages) / 10)) if ages else _LOOK_S
 
 
 # Work: these touch files. Nothing that is read here is trusted further than for an age.

@@ -141,7 +141,7 @@ class Shelf:
                 await engine.export_session(session_id, place)
             finally:
                 self._writing.pop(session_id, None)
-            return await beside(partial(_settled, place, view.used_at))
+            return await beside(partial(_settled, place, self._retention.last_use(session_id, view.used_at)))
 
     def _check_quota(self, place: Path, archive_bytes: int, held: dict[str, int]) -> None:
         taken = sum({**held, **self._writing, place.name: 0}.values())
