@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.archive.directory import place_of
 from engine.archive.identity import identity_of
 from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
@@ -218,12 +219,12 @@ class Engine:
 
         Args: progress: called on the loop with (bytes done, bytes in all).
         Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
-        ArchiveRefused, NotAdmitted: the directory is somebody else's. Cancel: the archive is what it was.
+        BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's. Cancel: the archive is what it was.
         """
-        session = self._held.find(session_id)
+        session, place = self._held.find(session_id), place_of(directory)
         await self._held.settle(session)
         with self.departures.moving():
-            return await self._archives.export(session, Path(directory), progress)
+            return await self._archives.export(session, place, progress)
 
     async def import_session(
         self, directory: str | Path, progress: TransferProgress | None = None, *, namespace: str = ""
@@ -231,14 +232,15 @@ class Engine:
         """Make an exported session one of this engine's, under its old id where that is free.
 
         Args: progress: as `export_session`'s. namespace: whose it is from now on.
-        Raises: ArchiveRefused: damaged, or of another model or format; NotAdmitted: it does not fit; ArchiveFailed. Nothing of it is held
-        then, nor after a cancellation.
+        Raises: BadRequest: the directory has no name; ArchiveRefused: damaged, or of another model or format; NotAdmitted: it does not
+        fit; ArchiveFailed. Nothing of it is held then, nor after a cancellation.
         """
+        place = place_of(directory)
         while True:
             self._loop.check_open()
             try:
                 with self.departures.moving():
-                    taken = self._held.find(await self._archives.take(Path(directory), namespace, progress))
+                    taken = self._held.find(await self._archives.take(place, namespace, progress))
                 break
             except NotAdmitted as error:
                 full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max

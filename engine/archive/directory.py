@@ -19,14 +19,28 @@ from pathlib import Path
 from stat import S_ISREG
 
 from engine.archive.manifest import MANIFEST_BYTES_MAX
-from engine.errors import ArchiveFailed, ArchiveRefused, NotAdmitted
+from engine.errors import ArchiveFailed, ArchiveRefused, BadRequest, NotAdmitted, shown
 
-__all__ = ["MANIFEST", "Directory", "said"]
+__all__ = ["MANIFEST", "Directory", "place_of", "said"]
 
 MANIFEST = "manifest.json"
 _OURS = re.compile(r"(rows|keys)-[0-9a-f]{32}\.bin\Z")
 _PART = re.compile(r"(rows|keys|manifest)-[0-9a-f]{16}\.part\Z")
+_BESIDE = re.compile(r"retention\.json(\.part)?\Z")  # how long a server keeps the session; it comes before the first export
 _RETRY_S = 1.0
+_ADVICE = {
+    errno.ENOSPC: "make room or choose another directory", errno.EDQUOT: "make room or choose another directory",
+    errno.EACCES: "its owner must allow it", errno.EPERM: "its owner must allow it", errno.EROFS: "choose another directory",
+}  # fmt: skip
+
+
+def place_of(directory: str | Path) -> Path:
+    """An archive's directory as a caller names it. Raises BadRequest: it is no name, and would be the directory one happens to be in."""
+    if not str(directory):
+        raise BadRequest("the name of the archive's directory is empty; name one, like ./session", field="directory")
+    if "\0" in str(directory):
+        raise BadRequest("the name of the archive's directory has a zero byte", field="directory")
+    return Path(directory)
 
 
 @contextmanager
@@ -35,8 +49,18 @@ def said(where: str, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        more = "; make room or choose another directory" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise ArchiveFailed(f"cannot {doing} archive {where!r}: {error.strerror or error}{more}") from error
+        advice = _ADVICE.get(error.errno or 0, "")
+        raise ArchiveFailed(f"cannot {doing} archive {where!r}: {error.strerror or error}{advice and '; '}{advice}") from error
+
+
+def _make(path: Path, where: str) -> None:
+    """The directory, if it is not there. Raises OSError, ArchiveFailed."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)  # conversations are in it
+    except FileExistsError as error:
+        raise ArchiveFailed(f"cannot write archive {where!r}: a file or link has that name; choose another one") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArchiveFailed(f"cannot write archive {where!r}: there is no directory {str(path.parent)!r}; make it first") from error
 
 
 class Directory:
@@ -50,11 +74,13 @@ class Directory:
         self.where = str(path)
         with said(self.where, "write" if writes else "read"):
             if writes:
-                path.mkdir(mode=0o700, exist_ok=True)  # conversations are in it
+                _make(path, self.where)
             try:
                 self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except (FileNotFoundError, NotADirectoryError) as error:
+            except FileNotFoundError as error:
                 raise ArchiveRefused("missing", self.where, "there is no such directory") from error
+            except NotADirectoryError as error:
+                raise ArchiveRefused("missing", self.where, "it is no directory; name the one that has its manifest.json") from error
             try:
                 if locked:
                     fcntl.flock(self._fd, (fcntl.LOCK_EX if writes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -81,6 +107,14 @@ class Directory:
             os.close(file)
             raise ArchiveRefused("damaged", self.where, f"{name} is not a file")
         return file
+
+    def check_ours(self) -> None:
+        """Raise ArchiveFailed if a directory without an archive has anything that no export has left: it is somebody's."""
+        strange = next(
+            (name for name in sorted(os.listdir(self._fd)) if not any(ours.match(name) for ours in (_PART, _OURS, _BESIDE))), None
+        )
+        if strange is not None:
+            raise ArchiveFailed(f"{self.where!r} is no archive and has {shown(strange)} in it; choose an empty or a new directory")
 
     def manifest(self) -> bytes | None:
         """The bytes of manifest.json; None: there is none. Raises ArchiveRefused."""

@@ -129,7 +129,10 @@ def decode(written: bytes, where: str) -> Manifest:
     Raises: ArchiveRefused: damaged, or newer.
     """
     try:
-        probe = msgspec.json.decode(written, type=_Probe)
+        try:
+            probe = msgspec.json.decode(written, type=_Probe)
+        except msgspec.ValidationError:
+            probe = _Probe("", 0)
         if probe.format != FORMAT:
             raise ArchiveRefused("damaged", where, "its manifest.json is not one of a Forebay archive")
         if probe.version > VERSION:

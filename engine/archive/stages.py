@@ -113,6 +113,7 @@ def _write(target: Path, manifest: Manifest, source_of: Callable[[Segment], Dire
         with said(directory.where, "write"):
             if directory.manifest() is not None:
                 raise ArchiveFailed(f"{directory.where!r} has an archive already; choose another directory")
+            directory.check_ours()
             directory.clean(set())
             for segment in manifest.segments:
                 _bring(source_of(segment), directory, segment.name)

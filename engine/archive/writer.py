@@ -79,7 +79,9 @@ class Writer:
         directory = self._directory
         there = None
         written = directory.manifest()
-        if written is not None:
+        if written is None:
+            directory.check_ours()
+        else:
             try:
                 there = decode(written, directory.where)
                 check(there, directory.where)

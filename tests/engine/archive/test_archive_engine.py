@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from engine.archive.stages import merge, split
 from engine.errors import ArchiveRefused, NotAdmitted
+from engine.sampling import Sampling
 from engine.search.tiny import prompt
 from tests.engine.archive.engines import engine_of, held, model, say, session_of, state
 
@@ -100,6 +101,23 @@ async def test_a_cut_session_comes_back_cut(tmp_path: Path, kept: int) -> None:
         assert memory is not None
         assert memory.counts.hidden_from == hidden_from
         assert await say(other, session, prompt(7, 1), 40) == expected
+
+
+async def test_an_archive_may_have_many_tokens_without_rows(tmp_path: Path) -> None:
+    """A fork of a session that still decodes has the rows of full blocks; archived, the rest is read by its next turn, to the same end."""
+    async with engine_of() as engine:
+        running = await engine.create_session()
+        generation = engine.generate(list(prompt(100, 1)), Sampling(max_tokens=60, temperature=0.0, ignore_eos=True), session=running)
+        await anext(generation)
+        branch = await engine.fork_session(running)
+        await engine.export_session(branch, tmp_path / "a")
+        one = engine._sessions[branch]
+        assert one.rows <= 64 < 100 < len(one.tokens)
+        await generation.aclose()
+        expected = await say(engine, branch, prompt(7, 2), 30)
+    async with engine_of(placement="resident") as other:
+        taken = await other.import_session(tmp_path / "a")
+        assert await say(other, taken, prompt(7, 2), 30) == expected
 
 
 async def test_drafts_are_as_often_right(tmp_path: Path) -> None:
