@@ -28,7 +28,8 @@ class Prompts:
         """Token ids of a prompt; long texts do not hold the loop.
 
         Args: continues: the session has tokens already, so what the template writes before the first turn is left out.
-            held: those tokens, as far as they are known: what they begin with is not said again, be it a list of tools.
+            held: those tokens, as far as they are known: what they begin with is not said again, be it a list of tools, nor the mark that
+            they end with.
         Raises: BadRequest: it is none of the three forms, or an id is outside the vocabulary; BadModel: no tokenizer or template.
         """
         if isinstance(prompt, str):
@@ -44,7 +45,10 @@ class Prompts:
         text = self._template.render(messages, **arguments)
         if continues:
             text = text.removeprefix(await self._said(arguments, held))
-        return self._checked(await self._tokenizer.encode_async(text))
+        token_ids = self._checked(await self._tokenizer.encode_async(text))
+        if continues and held and token_ids[:1] == [held[-1]] and self._tokenizer.is_special(held[-1]):
+            del token_ids[0]  # the mark that ended the last turn is the one that this turn begins with
+        return token_ids
 
     def check_bias(self, logit_bias: Sequence[tuple[int, float]]) -> None:
         """Raises BadRequest: a bias of a token that the model does not have."""

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.errors import BadRequest
 from engine.prompts import Prompts
+from engine.sampling import Sampling
 from engine.text import ChatTemplate, Tokenizer
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "engine" / "demo_model"
@@ -60,6 +63,30 @@ async def test_tools_are_said_where_the_first_turn_has_not_run(tokenizer: Tokeni
     assert tokenizer.decode(again) == f"{TOLD}<|user|>hi<|assistant|><think>"
 
 
+@pytest.mark.parametrize(
+    ("ended", "role", "said"),
+    [
+        ("ok<|user|>", "user", "hi<|assistant|><think>"),
+        ("ok<|observation|>", "observation", "hi<|assistant|><think>"),
+        ("ok<|observation|>", "user", "<|user|>hi<|assistant|><think>"),
+        ("cut off", "user", "<|user|>hi<|assistant|><think>"),
+    ],
+)
+async def test_the_mark_that_ended_a_turn_begins_the_next_one(tokenizer: Tokenizer, ended: str, role: str, said: str) -> None:
+    """A model ends its turn with the mark of the next: it stands there once, and a turn that was cut off has it before it."""
+    prompts = prompts_of(tokenizer)
+    held = [*await prompts.tokens(TURN, {}, continues=False), *tokenizer.encode(f"hm</think>{ended}")]
+    again = await prompts.tokens([{"role": role, "content": "hi"}], {}, continues=True, held=held)
+    assert tokenizer.decode(again) == said
+
+
+async def test_a_word_that_both_turns_share_is_said_twice(tokenizer: Tokenizer) -> None:
+    """Only marks are left out: a text may begin as the one before it ended."""
+    prompts = prompts_of(tokenizer, "{{ messages[0].content if messages else '' }}")
+    held = tokenizer.encode("one")
+    assert await prompts.tokens([{"role": "user", "content": "one"}], {}, continues=True, held=held) == held
+
+
 async def test_a_template_that_renders_no_turn_at_all(tokenizer: Tokenizer) -> None:
     """Where the beginning cannot be told from the turn all of it is said."""
     prompts = prompts_of(tokenizer, "<sop>{{ messages[0].content }}{{ messages[0].role.upper() }}")
@@ -72,3 +99,20 @@ def test_biases_are_of_tokens_that_the_model_has(tokenizer: Tokenizer) -> None:
     prompts.check_bias([(0, 1.0), (last, 1.0)])
     with pytest.raises(BadRequest, match="logit_bias"):
         prompts.check_bias([(last + 1, 1.0)])
+
+
+async def test_a_session_of_chat_turns_is_the_whole_conversation() -> None:
+    """Turn by turn a session comes to hold the tokens of the whole conversation's prompt, each mark once."""
+    async with Engine.open(TOKENIZER, EngineConfig(hot_rows=256, host_memory_bytes=64 << 20, context_max=1024)) as engine:
+        session = await engine.create_session()
+        messages: list[dict[str, object]] = []
+        for question in ("What does bisect do?", "And heapq?"):
+            messages.append({"role": "user", "content": question})
+            generation = engine.generate(messages[-1:], Sampling(max_tokens=60, temperature=0.0), session=session)
+            held = await generation.prompt()
+            await generation.complete()
+            assert held == await engine.generate(messages, Sampling(max_tokens=1)).prompt()
+            answer = engine.tokenizer.decode(engine.sessions[session].token_ids[len(held) :])
+            assert answer.endswith("<|user|>"), "the turn ended by itself"
+            reasoning, _, content = answer.removesuffix("<|user|>").partition("</think>")
+            messages.append({"role": "assistant", "content": content, "reasoning_content": reasoning})
