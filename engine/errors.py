@@ -1,7 +1,7 @@
 """Everything the engine tells a caller has gone wrong, each with a stable exit code and HTTP status.
 
 Messages are one line and say what to do. Exit codes: 0 done, 1 outputs differed, 2 bad usage or setting, 3 bad model files,
-4 does not fit, 5 cannot bind, 70 device failure.
+4 does not fit, 5 cannot bind or reach, 70 device failure.
 """
 
 import reprlib

@@ -1,7 +1,7 @@
-"""`forebay session`: archives of sessions as directories, without an engine: list, check, merge stages, split into stages.
+"""`forebay session`: sessions of a running server (session_client.py), and archives of sessions as directories.
 
-The table goes to standard output, progress to standard error. Exit code: 0 all is well, 1 an archive in a list cannot be used, 3 the one
-that was named cannot be.
+On directories, without an engine: list, check, merge stages, split into stages. The table goes to standard output, progress to standard
+error. Exit code: 0 all is well, 1 an archive in a list cannot be used, 3 the one that was named cannot be.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.display import Bar, bytes_text
 from engine.commands.measuring import results
+from engine.commands.session_client import ACTIONS, add_actions, add_server_flags, list_at_server
 from engine.errors import BadSetting
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -33,9 +34,12 @@ _LAYERS = re.compile(r"(\d{1,6})-(\d{1,6})")
 def configure(parser: argparse.ArgumentParser) -> None:
     """One subcommand each for what can be done."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listed = actions.add_parser("list", help="what archives a directory is or holds; exit 1 if one cannot be used", allow_abbrev=False)
-    listed.add_argument("directory", metavar="DIR", help="an archive, or a directory of archives")
-    listed.add_argument("--json", dest="as_json", action="store_true", help="a line of JSON an archive instead of a table")
+    listed = actions.add_parser(
+        "list", help="sessions of a running server; of DIR its archives, exit 1 if one cannot be used", allow_abbrev=False
+    )
+    listed.add_argument("directory", metavar="DIR", nargs="?", help="an archive, or a directory of archives")
+    add_server_flags(listed)
+    add_actions(actions)
     check = actions.add_parser("check", help="compare every byte of an archive with its checksums", allow_abbrev=False)
     check.add_argument("directory", metavar="DIR", help="an archive")
     merge = actions.add_parser("merge", help="one archive of several stages' archives of one session", allow_abbrev=False)
@@ -48,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _list(invocation: Invocation) -> int:
     """Returns 1 when an archive cannot be used, else 0."""
+    if invocation.options.get("directory") is None:
+        return list_at_server(invocation)
     from engine.archive.listing import look
 
     found = look(Path(str(invocation.options["directory"])))
@@ -132,7 +138,7 @@ def _split(invocation: Invocation) -> int:
     return 0
 
 
-_ACTIONS = {"list": _list, "check": _check, "merge": _merge, "split": _split}
+_ACTIONS = {"list": _list, "check": _check, "merge": _merge, "split": _split, **ACTIONS}
 
 
 def run(invocation: Invocation) -> int:
@@ -141,4 +147,4 @@ def run(invocation: Invocation) -> int:
     return _ACTIONS[str(invocation.options["action"])](invocation)
 
 
-COMMAND = Command("session", "archives of sessions: list, check, merge and split stages", configure, run)
+COMMAND = Command("session", "sessions of a running server, and their archives: list, show, fork, archive, check and more", configure, run)
