@@ -44,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="tokens of an answer before the measured one (8)")
     parser.add_argument("--draft-depth", dest="draft_depths", metavar="D[,D]", help="auto or 0 to 7, several one after another (0)")
     parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
+    parser.add_argument("--together", action="store_true", help="start a pair's two servers at once: quicker, but both must fit the device")
     add_json(parser)
     add_flags(parser, engine_flags("placement", "draft_depth"))
     add_flags(parser, ("demo", "log_format"))
@@ -67,6 +68,7 @@ def _plan(invocation: Invocation) -> Plan:
         given["prompt_file"] = Path(str(options["prompt_file"]))
     if options.get("history") is not None:
         given["history"] = parse_history(str(options["history"]))
+    given["together"] = bool(options.get("together"))
     given.setdefault("null_pairs", max(0, given.get("pairs", 3) - 1))
     return Plan(engine=settings.engine, model=None if settings.demo else settings.model, **given)
 

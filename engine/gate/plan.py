@@ -35,6 +35,7 @@ class Plan:
     limit: float = 0.0015
     warmup_tokens: int = 8  # of a short answer before the measured one, so that nothing is compiled while it is measured; 0: none
     history: SyntheticHistory | None = None
+    together: bool = False  # a pair's two servers start at once: both must fit the device
 
     def __post_init__(self) -> None:
         at_least = {"prompt_tokens": 1, "new_tokens": 2, "pairs": 1, "null_pairs": 0, "warmup_tokens": 0}

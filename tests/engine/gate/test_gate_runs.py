@@ -57,18 +57,22 @@ class Servers:
         self.script_of, self.tokenizer = script_of, tokenizer or FakeTokenizer()
         self.arms: list[Arm] = []
         self.engines: list[FakeEngine] = []
-        self.last = asyncio.Event()
+        self.lasts: list[asyncio.Event] = []  # of the servers in the order they were started, and so asked
+        self.asked, self._seen = 0, ("", 0)
         self.warm_up = script([5])
 
     def watch(self, title: str, done: int, total: int) -> None:
+        if title != self._seen[0] or done < self._seen[1]:
+            self.asked += 1
+        self._seen = title, done
         if done:
-            self.last.set()
+            self.lasts[self.asked - 1].set()
 
     @asynccontextmanager
     async def __call__(self, arm: Arm) -> AsyncIterator[str]:
         self.arms.append(arm)
-        self.last = asyncio.Event()
-        scripts = [self.warm_up, self.script_of(arm, self.last)]
+        self.lasts.append(asyncio.Event())
+        scripts = [self.warm_up, self.script_of(arm, self.lasts[-1])]
         self.engines.append(FakeEngine(scripts, tokenizer=self.tokenizer))  # type: ignore[arg-type]  # a list of lists of items
         service = Service(ServerConfig(port=0, synthetic_history=True))
         service.engine = self.engines[-1]
@@ -100,6 +104,49 @@ async def test_every_run_has_a_server_of_its_own(tmp_path: Path) -> None:
     assert [pair.equal for pair in found] == [True] * 3
     assert {run.completion_tokens for pair in found for run in pair.runs} == {3}
     assert {run.misses for pair in found for run in pair.runs} == {0}  # the scripted counts stand still: only what was added is a run's
+
+
+async def test_servers_of_a_pair_can_start_together(tmp_path: Path) -> None:
+    """A pair's two servers are both up before either is asked, and gone before the next pair's start; the runs are those of any order."""
+    up: list[str] = []
+
+    class Counted(Servers):
+        @asynccontextmanager
+        async def __call__(self, arm: Arm) -> AsyncIterator[str]:
+            up.append("+")
+            async with super().__call__(arm) as address:
+                yield address
+            up.append("-")
+
+        def watch(self, title: str, done: int, total: int) -> None:
+            assert up.count("+") - up.count("-") == 2
+            super().watch(title, done, total)
+
+    apart = await pairs_of(plan(tmp_path, pairs=2), Servers(always(1, 2, 3)))
+    servers = Counted(always(1, 2, 3))
+    found = await pairs_of(plan(tmp_path, pairs=2, together=True), servers)
+    assert "".join(up) == "++--" * 3
+    assert servers.arms == ["resident", "offload", "resident", "resident", "offload", "resident"]
+    assert [[run.sha256 for run in pair.runs] for pair in found] == [[run.sha256 for run in pair.runs] for pair in apart]
+
+
+async def test_a_server_that_does_not_start_takes_its_partner_with_it(tmp_path: Path) -> None:
+    """Started together, one that fails ends the gate with its own error, and none is left running."""
+    up: list[Arm] = []
+
+    @asynccontextmanager
+    async def start(arm: Arm) -> AsyncIterator[str]:
+        if arm == "offload":
+            raise ServerFailed("the server did not come up: no room", 4)
+        up.append(arm)
+        try:
+            yield "http://127.0.0.1:9"
+        finally:
+            up.remove(arm)
+
+    with pytest.raises(ServerFailed, match="no room"):
+        await Runs(plan(tmp_path, pairs=1, together=True), start, lambda title, done, total: None).all()
+    assert up == []
 
 
 async def test_a_planted_difference_fails_the_gate(tmp_path: Path) -> None:
