@@ -80,6 +80,7 @@ def _generating(dialect: Dialect) -> Route:
         prompt = dialect.prompt(asked)
         api.check_prompt_size(prompt, engine.context_max)
         arguments = dialect.arguments(asked, engine.template.variables)
+        api.check_tools_size((arguments or {}).get("tools"), engine.context_max)
         turn = asked.session
         if turn is not None:
             engine = await service.restored(turn.id)
@@ -181,6 +182,7 @@ async def _tokenize(request: web.Request) -> web.StreamResponse:
     text = asked.prompt
     if text is None:
         given = api.template_arguments(asked, engine.template.variables)
+        api.check_tools_size(given.get("tools"), engine.context_max)
         arguments: dict[str, Any] = {**given, "add_generation_prompt": asked.add_generation_prompt is not False}
         text = engine.template.render(api.to_messages(asked), **arguments)
     api.check_text_size(len(text), engine.context_max, "prompt" if asked.messages is None else "messages")

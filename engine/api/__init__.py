@@ -16,7 +16,7 @@ Chosen:
 from engine.api.bodies import decompress
 from engine.api.chunks import AnswerHead, usage_counts
 from engine.api.failures import error_body, error_fields
-from engine.api.limits import check_prompt_size, check_text_size
+from engine.api.limits import check_prompt_size, check_text_size, check_tools_size
 from engine.api.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse_chat, parse_completion, parse_tokenize
 from engine.api.responses import ModelCard, ModelList, SessionState, TokenizeAnswer, encode, encode_tokenized
 from engine.api.sessions import (
@@ -34,8 +34,8 @@ from engine.api.translate import template_arguments, to_history, to_messages, to
 
 __all__ = [
     "AnswerHead", "ChatRequest", "CompletionRequest", "ModelCard", "ModelList", "SessionDeleted", "SessionList", "SessionState",
-    "TokenizeAnswer", "TokenizeRequest", "check_prompt_size", "check_text_size", "decompress", "encode", "encode_session",
-    "encode_tokenized", "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_import", "parse_nothing",
-    "parse_tokenize", "parse_truncate", "session_card", "template_arguments", "to_history", "to_messages", "to_prompt", "to_sampling",
-    "to_samplings", "unknown_include", "usage_counts", "wants_usage",
+    "TokenizeAnswer", "TokenizeRequest", "check_prompt_size", "check_text_size", "check_tools_size", "decompress", "encode",
+    "encode_session", "encode_tokenized", "error_body", "error_fields", "parse_chat", "parse_completion", "parse_fork", "parse_import",
+    "parse_nothing", "parse_tokenize", "parse_truncate", "session_card", "template_arguments", "to_history", "to_messages", "to_prompt",
+    "to_sampling", "to_samplings", "unknown_include", "usage_counts", "wants_usage",
 ]  # fmt: skip

@@ -2,15 +2,17 @@
 
 1. What is refused here could not have fitted: a list of more ids than the context has places, or a text of more characters than as many
    tokens can hold.
-2. Costs a look at lengths, never at contents.
+2. Costs a look at lengths, never at contents; tools alone are passed over.
 """
 
 from collections.abc import Mapping
 
+import msgspec
+
 from engine.errors import TooLong
 from engine.protocol import Prompt
 
-__all__ = ["CHARACTERS_A_TOKEN_MAX", "check_prompt_size", "check_text_size"]
+__all__ = ["CHARACTERS_A_TOKEN_MAX", "check_prompt_size", "check_text_size", "check_tools_size"]
 
 # English runs at about 4 and source code at about 3; only runs of blanks come near this.
 CHARACTERS_A_TOKEN_MAX = 16
@@ -38,6 +40,12 @@ def check_prompt_size(prompt: Prompt, context_max: int) -> None:
             f"prompt has {len(prompt)} tokens; a context of {context_max} tokens takes at most {context_max - 1} and a new one",
             field="prompt",
         )
+
+
+def check_tools_size(tools: object, context_max: int) -> None:
+    """Raises TooLong when tools, which a template writes out as JSON, cannot fit. A pass over them; None is none."""
+    if tools is not None:
+        check_text_size(len(msgspec.json.encode(tools)), context_max, "tools")
 
 
 def _characters(message: object) -> int:

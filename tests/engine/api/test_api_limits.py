@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from engine.api import check_prompt_size, check_text_size, encode, error_body, parse_chat, parse_completion, to_sampling
+from engine.api import check_prompt_size, check_text_size, check_tools_size, encode, error_body, parse_chat, parse_completion, to_sampling
 from engine.errors import BadRequest, shown
 from engine.sampling import Sampling
 
@@ -117,3 +117,13 @@ def test_the_body_of_any_failure_is_short() -> None:
     """A template that repeats the whole prompt in its error does not send it back."""
     _, body = error_body(BadRequest("messages: " + LONG * 100))
     assert len(encode(body)) < 700
+
+
+def test_tools_are_bounded_as_texts_are() -> None:
+    """Tools that would be written out as more than the context can hold are refused by their length; fewer, and none, pass."""
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 100}}
+    check_tools_size(None, 1)
+    check_tools_size([tool], 100)
+    with pytest.raises(BadRequest, match=r"tools has .* characters") as caught:
+        check_tools_size([tool] * 20, 100)
+    assert caught.value.field == "tools"
