@@ -4,7 +4,8 @@ Holds the running appends and the unit whose event is awaited. Does not know wha
 
 Invariants:
 1. At most one unit is in flight, always of the oldest append.
-2. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
+2. An append of a session that broke ends at its next turn, whatever its own operations say.
+3. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
 """
 
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ class AppendQueue:
         if not self.requests or (self.unit is not None and not self.unit.done()):
             return None
         request = self.requests[0]
-        failure = None if self.unit is None else self.unit.error()
+        # What the session's rows stand on may have failed while the append waited for its turn, or beside it: nobody reads on from there.
+        failure = (None if self.unit is None else self.unit.error()) or request.session.broken
         self.unit = None
         if failure is None:
             try:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
-from engine.errors import BadRequest, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
+from engine.errors import BadRequest, NotAdmitted, SessionBroken, SessionBusy, StaleRevision, UnknownSession
 from engine.protocol import SessionId
-from streams import VirtualBackend, sealed
+from streams import Fault, SeededOrder, VirtualBackend, sealed
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.runs import Run, greedy, small
-from tests.engine.test_prefix_reuse import alike, fresh, ids, rows_of
+from tests.engine.test_prefix_reuse import alike, ask, fresh, ids, rows_of
 
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
@@ -76,6 +76,22 @@ async def test_a_broken_session_is_not_forked(checkpoint: Path, placement: str) 
         with pytest.raises(BadRequest, match="is broken"):
             await engine.fork_session(session, 10)
         assert list(engine.sessions) == [session]
+
+
+@both
+async def test_a_prompt_on_rows_that_never_came_ends_with_its_session(checkpoint: Path, placement: str) -> None:
+    """A prompt that begins with a session's rows waits for another to be read; their copy fails: no token is heard, others go on."""
+    backend = VirtualBackend(SeededOrder(3, faults=(Fault("fork"),)))
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement, prefix_cache="on"), backend=backend) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(100, 1))
+        prompt = [*tokens_of(engine, session)[:90], *ids(20, 3)]
+        first = asyncio.ensure_future(ask(engine, ids(150, 2), 3))
+        with pytest.raises(SessionBroken, match="fork failed"):
+            await ask(engine, prompt, 3)
+        assert len((await first)[0].tokens) == 3
+        assert len((await turn(engine, session, ids(5, 4), 3)).tokens) == 3
+    await backend.close()
 
 
 @both
