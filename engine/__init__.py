@@ -12,6 +12,7 @@ Parts
     loop.py            the step loop; scheduler.py: what runs next, a plain function; session.py: the table of a session's phases
     sessions.py        the sessions that callers hold: forks, cuts, revisions; prompts.py: prompts as token ids; totals.py: the counts
     stored.py          histories that outlive their requests; prefix.py: which of them a prompt begins with
+    departures.py      idle sessions that leave for the disk to make room; retention.py: how long a server keeps a session
     http.py            what routes share; session_routes.py: /v1/sessions; service.py: the engine once it is open
     waiting_line.py    who waits, who is refused; append_queue.py: running appends; batches.py: steps in flight and their tables
     decode.py          one decode step as operations on streams; append.py: rows in bulk; rows.py: how both write a layer's rows
