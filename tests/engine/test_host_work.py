@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.generation import Generation
 from engine.sampling import Sampling
 from streams import CpuBackend, Event
+from tests.engine.host_cost import step_us
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import small
 
@@ -87,3 +88,8 @@ async def test_a_replayed_step_is_one_operation_and_one_call_of_torch(checkpoint
     assert set(calls.names) == {"tolist"}
     assert abs(calls.names["tolist"] - steps) <= 1  # a step is submitted before the one in front of it is followed
     assert steps >= STEPS - 1
+
+
+async def test_the_cost_of_a_step_can_be_measured(checkpoint: Path) -> None:
+    """The program beside this file times steps of an engine whose device takes no time: more than nothing, less than a millisecond each."""
+    assert 0 < await step_us(checkpoint, sessions=2, steps=100) < 1_000
