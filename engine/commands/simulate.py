@@ -76,13 +76,15 @@ def run(invocation: Invocation) -> int:
     results().print(report.check_table(checks))
     if folder is None:
         return 0
+    found = sweeps.doubts(nodes)
+    results().print(report.doubt_table(checks, found))
     pictures = []
     with Bar("drawing", "simulation.running", "pictures", Console(file=sys.stderr)) as bar:
         for make in sweeps.PICTURES:
             pictures.append(make(nodes))
             (folder / f"simulation_{pictures[-1].name}.svg").write_bytes(chart(pictures[-1]))
             bar.update(len(pictures), len(sweeps.PICTURES))
-    write_json(folder / "simulation.json", report.as_json(nodes, checks, pictures))
+    write_json(folder / "simulation.json", report.as_json(nodes, checks, found, pictures))
     return 0
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from engine.simulation.pipeline import Load, Outcome
-from engine.simulation.sweeps import Check, Nodes, Picture
+from engine.simulation.sweeps import Check, Doubt, Nodes, Picture
 
-__all__ = ["as_json", "check_table", "load_table"]
+__all__ = ["as_json", "check_table", "doubt_table", "load_table"]
 
 VERSION = 1
 
@@ -31,6 +31,20 @@ def check_table(checks: Sequence[Check]) -> Table:
     return table
 
 
+def doubt_table(checks: Sequence[Check], found: Sequence[Doubt]) -> Table:
+    """The rows of ten sessions, taken otherwise."""
+    table = Table(title="what is not published, taken otherwise", title_justify="left")
+    table.add_column("")
+    rows = [each for each in checks if each.row.sessions > 1]
+    for each in rows:
+        table.add_column(each.row.name, justify="right")
+    table.add_row("measured", *(f"{each.row.tokens_per_second:.2f}" for each in rows))
+    table.add_row("simulated", *(f"{each.outcome.tokens_per_second:.2f}" for each in rows))
+    for doubt in found:
+        table.add_row(doubt.name, *(f"{rate:.2f}" for rate in doubt.simulated))
+    return table
+
+
 def load_table(load: Load, outcome: Outcome) -> Table:
     """One load."""
     table = Table(show_header=False)
@@ -46,8 +60,8 @@ def load_table(load: Load, outcome: Outcome) -> Table:
     return table
 
 
-def as_json(nodes: Nodes, checks: Sequence[Check], pictures: Sequence[Picture]) -> dict[str, Any]:
-    """Parameters, check and curves."""
+def as_json(nodes: Nodes, checks: Sequence[Check], found: Sequence[Doubt], pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Parameters, check, doubts and curves."""
     return {
         "version": VERSION,
         "kind": "simulation",
@@ -59,5 +73,6 @@ def as_json(nodes: Nodes, checks: Sequence[Check], pictures: Sequence[Picture]) 
              "with_outside": each.with_outside, "outcome": dataclasses.asdict(each.outcome)}
             for each in checks
         ],
+        "doubts": [dataclasses.asdict(doubt) for doubt in found],
         "pictures": [dataclasses.asdict(picture) for picture in pictures],
     }  # fmt: skip

@@ -19,7 +19,21 @@ from engine.simulation.article import MEASURED, NEW_TOKENS, Measured, acceptance
 from engine.simulation.costs import Machine, StageShape
 from engine.simulation.pipeline import Load, Outcome, simulate
 
-__all__ = ["ROWS_HELD", "Check", "Curve", "Nodes", "Picture", "Point", "PICTURES", "check", "run_load", "slower", "two_nodes"]
+__all__ = [
+    "ROWS_HELD",
+    "Check",
+    "Curve",
+    "Doubt",
+    "Nodes",
+    "Picture",
+    "Point",
+    "PICTURES",
+    "check",
+    "doubts",
+    "run_load",
+    "slower",
+    "two_nodes",
+]
 
 ROWS_HELD = 8
 _M = 1 << 20
@@ -49,6 +63,14 @@ class Check:
     def error(self) -> float:
         """Simulated over measured, less 1."""
         return self.outcome.tokens_per_second / self.row.tokens_per_second - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Something that is not published, taken otherwise: what the rows of ten sessions then come to, in their order."""
+
+    name: str
+    simulated: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +137,32 @@ def check(nodes: Nodes) -> tuple[Check, ...]:
         Check(row, outcome, outcome.tokens / (outcome.seconds + outside) if row.sessions > 1 else None)
         for row, outcome in zip(MEASURED, outcomes, strict=True)
     )
+
+
+def doubts(nodes: Nodes) -> tuple[Doubt, ...]:
+    """The rows of ten sessions with other draws, another cut of the stages, other acceptance and other links."""
+
+    def rows(on: Nodes, seed: int = 0) -> tuple[float, ...]:
+        loads = [Load(row.sessions, row.depth, row.limit, row.history, NEW_TOKENS, on.acceptance, seed) for row in MEASURED]
+        return tuple(run_load(on, load).tokens_per_second for load in loads if load.sessions > 1)
+
+    def refitted(stages: tuple[StageShape, ...], machine: Machine = nodes.machine) -> Nodes:
+        return replace(nodes, stages=stages, machine=fitted(machine, stages))
+
+    last = nodes.stages[-1].layers
+    found = [Doubt(f"other draws of acceptance, {seed}", rows(nodes, seed)) for seed in range(1, 5)]
+    for more in (1, -1):
+        found.append(Doubt(f"{last + more} layers on the last stage", rows(refitted(_moved(nodes.stages, more)))))
+    found += [Doubt(f"acceptance {share}, not fitted", rows(replace(nodes, acceptance=share))) for share in (0.70, 0.85)]
+    for link_us in (0.0, 1000.0):
+        found.append(Doubt(f"{link_us:.0f} us between nodes", rows(refitted(nodes.stages, replace(nodes.machine, link_us=link_us)))))
+    return tuple(found)
+
+
+def _moved(stages: tuple[StageShape, ...], more: int) -> tuple[StageShape, ...]:
+    """The stages with `more` layers moved from the last but one to the last; indexers stay counted where they were."""
+    *first, one, last = stages
+    return (*first, replace(one, layers=one.layers - more), replace(last, layers=last.layers + more))
 
 
 def slower(nodes: Nodes, share: float) -> Nodes:

@@ -87,6 +87,18 @@ def test_the_page_says_what_the_committed_check_says(committed: dict[str, object
         assert said in page, said
 
 
+def test_the_page_says_how_far_doubts_reach(committed: dict[str, object]) -> None:
+    """What the committed doubts span is what the page says, and no doubt explains the row that is missed."""
+    page = (ROOT / "docs/capacity.md").read_text()
+    doubts = committed["doubts"]
+    assert isinstance(doubts, list)
+    for begin in ("other draws", "acceptance"):
+        found = [doubt["simulated"] for doubt in doubts if doubt["name"].startswith(begin)]
+        for rates in zip(*found, strict=True):
+            assert f"{min(rates):.0f} to {max(rates):.0f}" in page
+    assert min(doubt["simulated"][0] for doubt in doubts) > 98.56
+
+
 def test_the_page_shows_every_committed_picture() -> None:
     """Each SVG beside the JSON is on the page, and is XML with a curve at least."""
     page = (ROOT / "docs/capacity.md").read_text()
