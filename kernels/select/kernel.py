@@ -79,9 +79,10 @@ def count_digits(score, counts, inside):
 @triton.jit
 def _largest(digit, count, wanted):
     """The largest digit that leaves at least `wanted` at or above it, else 0; how many are wanted of that digit."""
-    at_least = tl.sum(count, 0) - tl.cumsum(count, 0) + count
-    chosen = tl.max(tl.where(at_least >= wanted, digit, 0), 0)
-    return chosen, wanted - tl.sum(tl.where(digit > chosen, count, 0), 0)
+    enough = tl.cumsum(count, 0, reverse=True) >= wanted  # of the digits from 0 to the one looked for
+    rest = tl.where(enough, tl.full([], 1, tl.int64) << 32, tl.where(digit > 0, count, 0).to(tl.int64))
+    rest = tl.sum(rest, 0)  # how many are enough, and what counts above them, in one reduction
+    return tl.maximum((rest >> 32).to(tl.int32) - 1, 0), wanted - (rest & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -89,15 +90,14 @@ def _largest_of(counts, total, wanted, INFERRED: tl.constexpr):
     """`_largest` of 4,096 digits: first their group, then the digit in it. INFERRED: the middle has what others leave of `total`."""
     side = tl.arange(0, _SIDE)
     groups = tl.sum(tl.load(counts + side[:, None] * _SIDE + side[None, :]), 1)
-    middle = total - tl.sum(groups, 0)
+    middle = total * 0
     if INFERRED:
+        middle = total - tl.sum(groups, 0)
         groups += tl.where(side == _MIDDLE // _SIDE, middle, 0)
     group, wanted = _largest(side, groups, wanted)
-    count = tl.load(counts + group * _SIDE + side)
-    if INFERRED:
-        count += tl.where(group * _SIDE + side == _MIDDLE, middle, 0)
-    digit, wanted = _largest(side, count, wanted)
-    return group * _SIDE + digit, wanted
+    digit = group * _SIDE + side
+    digit_in_group, wanted = _largest(side, tl.load(counts + digit) + tl.where(digit == _MIDDLE, middle, 0), wanted)
+    return group * _SIDE + digit_in_group, wanted
 
 
 @triton.jit
@@ -132,12 +132,14 @@ def _narrow(scores, stride, columns, first, last, limit, counts, tallies, candid
             tl.store(of_row + _WANTED_AT, wanted)
         order = order_of(score)
         found = _first_digit(order)
-        tl.store(tallies + row * chunks + chunk, tl.sum((inside & (found > digit)).to(tl.int32), 0))
         candidate = inside & (found == digit)
+        both = candidate.to(tl.int32) + ((inside & (found > digit)).to(tl.int32) << 16)  # two counts of at most CHUNK each
+        listed = tl.cumsum(candidate.to(tl.int32), 0)
+        both = tl.sum(both, 0)
+        tl.store(tallies + row * chunks + chunk, both >> 16)
         second = (order - _below(digit)) >> 5
         tl.atomic_add(of_row + _SECOND_AT + second, 1, mask=candidate & ~_is_wide(digit), sem="relaxed")
-        listed = tl.cumsum(candidate.to(tl.int32), 0)
-        at = tl.atomic_add(of_row + _LISTED_AT, tl.max(listed, 0), sem="relaxed") + listed - 1
+        at = tl.atomic_add(of_row + _LISTED_AT, both & 0xFFFF, sem="relaxed") + listed - 1
         to = candidates + row * 2 * listed_max
         tl.store(to + at, order, mask=candidate & (at < listed_max))
         tl.store(to + listed_max + at, position, mask=candidate & (at < listed_max))
@@ -210,24 +212,23 @@ def _write(scores, stride, columns, first, last, limit, counts, tallies, candida
         if _is_wide(digit):
             cut, equals = _cut_in_wide(scores, stride, row, candidates, start, until, digit, whole, listed_max, wanted, TILE)
         else:
-            second, wanted = _largest_of(of_row + _SECOND_AT, 0, wanted, False)
+            second, wanted = _largest_of(of_row + _SECOND_AT, wanted, wanted, False)
             cut, equals = _cut_in(scores, stride, row, candidates, start, until, digit, whole, listed_max, second, wanted, TILE)
-        above_before = tl.zeros([TILE], tl.int32)
-        equal_before = tl.zeros([TILE], tl.int32)
+        earlier_ones = tl.zeros([TILE], tl.int64)  # above the cut, and at it in the upper half
         while start < until:
             other, at, there = _candidates(scores, stride, row, candidates, start + tl.arange(0, TILE), until, digit, whole, listed_max)
             there = there & (at < chunk * CHUNK)
-            above_before += (there & (other > cut)).to(tl.int32)
-            equal_before += (there & (other == cut)).to(tl.int32)
+            earlier_ones += (there & (other > cut)).to(tl.int64) + ((there & (other == cut)).to(tl.int64) << 32)
             start += TILE
         order = order_of(score)
         above = (inside & (order > cut)).to(tl.int32)
         equal = (inside & (order == cut)).to(tl.int32)
         both = above | (equal << 16)  # one prefix sum for two counts of at most CHUNK each
         before = tl.cumsum(both, 0) - both
-        equal_rank = tl.sum(equal_before, 0) + (before >> 16)
+        found_before = tl.sum(earlier_ones, 0)
+        equal_rank = (found_before >> 32).to(tl.int32) + (before >> 16)
         taken = (above > 0) | ((equal > 0) & (equal_rank < equals))
-        place = sure + tl.sum(above_before, 0) + (before & 0xFFFF) + tl.minimum(equal_rank, equals)
+        place = sure + (found_before & 0xFFFFFFFF).to(tl.int32) + (before & 0xFFFF) + tl.minimum(equal_rank, equals)
         tl.store(out + row * out_stride + place, position, mask=taken)
 
 
