@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kernels import gather, index_score, linear, moe, norm, quantize, rope, select, sparse_mla
-from kernels.layout import KeyLayout, RowLayout
+from kernels.layout import KeyLayout, RowLayout, TableField
 from kernels.round import RoundPlan, begin_round, clear_round, plan_round, unmap_from
 from kernels.round import reference as round_reference
+from kernels.selection import ScoreRoom, select_places
 from memory.hot import HotCache
 from memory.table import StepTable
 from tests.kernels.round_world import LAYOUT, ROW_BYTES, TABLE_LAYOUT, PlainSession, Step
@@ -105,6 +106,43 @@ def test_selections_are_exact(rows: int, keys: int, k: int) -> None:
     select.select(scores, first, last, k, wanted)
     select.select(scores.cuda(), first.cuda(), last.cuda(), k, got)
     assert torch.equal(got.cpu(), wanted)
+
+
+def test_selections_are_exact_in_every_digit() -> None:
+    """Scores that are tiny, huge, negative, alike, not numbers or of any bits, in rows of a part of the buffer: the CPU's selection."""
+    rows, keys, k = 4, 50_000, 2048
+    normal = drawn(rows, keys, seed=5)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, (rows, keys), generator=torch.Generator().manual_seed(6)).int().view(torch.float32)
+    mostly_nan = torch.where(torch.arange(keys) % 32 == 0, normal, torch.nan)
+    alike, zero = torch.full((rows, keys), 1.5), normal.clamp_max(0.0)
+    first, last = torch.tensor([0, 1, 5_000, keys - 9]), torch.tensor([keys, keys - 3, 40_000, keys])
+    for scores in (normal + 10, normal * 1e-9, normal * 1e30, -normal.abs() - 1e-3, any_bits, mostly_nan, alike, -zero):
+        wanted, got = torch.empty((rows, k), dtype=torch.int32), torch.full((rows, k), 77, dtype=torch.int32, device="cuda")
+        select.select(scores, first, last, k, wanted)
+        select.select(scores.cuda(), first.cuda(), last.cuda(), k, got)
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize(("sessions", "rows"), [(1, 1), (1, 4), (3, 2)])
+def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> None:
+    """Scored, counted and selected through the step table, twice in the same room: the reference's choice among the scores left there."""
+    layout, count, keys = KeyLayout("bf16", 128), sessions * rows, 5_000
+    table = torch.zeros((sessions, TABLE_LAYOUT.fields), dtype=torch.int64)
+    pages = drawn(sessions, 5, 1024, 128, seed=1).bfloat16().cuda()
+    addresses = pages.data_ptr() + torch.arange(5 * sessions, device="cuda") * layout.page_bytes
+    table[:, TableField.ROWS], table[:, TableField.PAGES_MAX] = rows, 5
+    table[:, TableField.PAGES] = addresses.data_ptr() + torch.arange(sessions) * 5 * 8
+    place_of = torch.arange(count, dtype=torch.int32) % sessions
+    positions = keys - 1 - torch.arange(count) * 300
+    room = ScoreRoom.empty(count, 8192, "cuda")
+    for seed in (3, 4):
+        query, weights = drawn(count, 32, 128, seed=seed).bfloat16(), drawn(count, 32, seed=seed + 2)
+        got = torch.full((count, 2048), 77, dtype=torch.int32, device="cuda")
+        asked = place_of.cuda(), positions.cuda(), query.cuda(), weights.cuda()
+        select_places(table.cuda(), 0, *asked, layout, 1, got, room)
+        wanted = torch.empty((count, 2048), dtype=torch.int32)
+        select.select(room.scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
+        assert torch.equal(got.cpu(), wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
