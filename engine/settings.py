@@ -83,9 +83,12 @@ def parse_age(text: str) -> float:
         return 0.0
     unit = {"s": 1, "m": 60, "h": 3600, "d": 86_400}.get(text[-1:], 0)
     try:
-        return parse_seconds(text[:-1] if unit else text) * (unit or 1)
+        seconds = parse_seconds(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
-        raise ValueError("off, or an age like 90m, 12h or 7d") from None
+        seconds = -1.0
+    if seconds < 0:
+        raise ValueError("off, or an age like 90m, 12h or 7d")
+    return seconds
 
 
 def parse_decimal(text: str) -> float:

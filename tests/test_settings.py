@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig, ServerConfig
 from engine.errors import BadSetting
-from engine.settings import NOT_BUILT, SETTINGS, parse_size, resolve
+from engine.settings import NOT_BUILT, SETTINGS, parse_age, parse_size, resolve
 
 
 def test_nothing_given_means_the_defaults() -> None:
@@ -66,6 +66,22 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 def test_sizes_are_read(text: str, size: int) -> None:
     """Binary and decimal units, plain counts and auto mean what they say, exactly."""
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("off", 0), ("0", 0), ("45", 45), ("1.5h", 5400), ("90m", 5400), ("7d", 604_800), ("30s", 30)]
+)
+def test_ages_are_read(text: str, seconds: float) -> None:
+    """A count of seconds, minutes, hours or days, or off."""
+    assert parse_age(text) == seconds
+    assert resolve({"session_ttl": text}, {}).server.session_ttl_s == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "7w", "for ever", "nan", "infd", "-1h"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    """One line that names the flag."""
+    with pytest.raises(BadSetting, match="--session-ttl must be off"):
+        resolve({"session_ttl": text}, {})
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4X", "4GiBs", "GiB", "1.5", "4 4", "nan", "1e9", "0x10"])

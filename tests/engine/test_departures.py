@@ -212,6 +212,29 @@ async def test_what_a_prompt_begins_with_leaves_last(tmp_path: Path) -> None:
         assert place.taken == [second]
 
 
+@both
+async def test_index_keys_go_before_histories(placement: str) -> None:
+    """Where the device is short idle sessions give up their index keys, before a stored history goes; the next turn has them again."""
+    async with engine_of() as roomy:
+        plain = await session_of(roomy, 300)
+        expected = await say(roomy, plain, prompt(5, 3), 8)
+    async with engine_of(placement=placement, prefix_cache="on") as engine:
+        sessions = [await session_of(engine, 300) for _ in range(3)]
+        await say(engine, None, prompt(200, 7), 2)
+        while engine._loop.stored.reclaim(None, device=False, drops_max=0):
+            pass
+        pool = engine.stage.pool
+        pages = [one.memory.pages for one in (engine._sessions[session] for session in sessions) if one.memory is not None]
+        missing = engine.stage.placement.needs(320).device_bytes - 2 * pages[0].store.span_bytes
+        pool._budget_bytes = pool.statistics().allocated_bytes + missing
+        assert len(await asyncio.wait_for(say(engine, None, prompt(300, 9), 5), LIMIT_S)) == 5
+        assert [table.pages for table in pages] == [0, 0, 1]
+        assert engine.statistics().stored == 2
+        pool._budget_bytes = None
+        for session in sessions:
+            assert await say(engine, session, prompt(5, 3), 8) == expected
+
+
 async def test_an_engine_that_ends_waits_for_who_is_leaving(tmp_path: Path) -> None:
     """Leaving the engine's block while a session leaves ends both; who waited for room is told."""
     async with tight(tmp_path, 8) as (engine, place):
