@@ -11,7 +11,7 @@ Invariants:
    device reports is the device's: every outstanding operation fails with `DeviceLost`, and nothing more is launched.
 4. The poller runs only while something is outstanding, and `pace.py` says how: without rest while an end is near, never longer in one
    round of the loop than others there can bear. Measured on an H200: polling from the loop wakes after 19 us at the median, a driver
-   callback after 79, a waiting thread after 90. A marker is asked with the interpreter's lock held, so no thread delays it.
+   callback after 79, a waiting thread after 90.
 """
 
 import asyncio

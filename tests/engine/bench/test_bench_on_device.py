@@ -39,7 +39,8 @@ def test_decode_has_times(model: Path, tmp_path: Path) -> None:
     assert written["outputs_equal"]
     for arm in written["arms"]:
         assert 0 < arm["step_us"]["p50"] <= arm["step_us"]["p90"]
-        assert arm["loop_work_us"] > 0
+        assert 0 < arm["launch_us"] < arm["loop_work_us"]
+        assert arm["between_steps_us"] > 0
         assert 0 <= arm["idle_share"] < 1
     assert written["copy_bytes_per_second"] > 1e11
     assert written["machine"]["device"]["devices"]
@@ -74,4 +75,9 @@ def test_the_loop_is_woken(tmp_path: Path) -> None:
     """Waking takes more than nothing and less than a millisecond at the median."""
     target = tmp_path / "out.json"
     assert line("host", "--device", "cuda", "--turns", "50", "--json", str(target)) == 0
-    assert 0 < json.loads(target.read_text())["wake_us"]["p50"] < 1_000
+    found = json.loads(target.read_text())
+    assert 0 < found["wake_us"]["p50"] < 1_000
+    assert 0 < found["bare_us"]["p50"] < 1_000
+    assert found["round_us"] > 0
+    assert len(found["launch_us"]) == 4
+    assert all(one["p50"] > 0 for one in found["launch_us"].values())
