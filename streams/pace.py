@@ -5,17 +5,18 @@ Numbers only: knows no device, no loop and no clock of its own.
 Invariants:
 1. Nothing is asked for longer than `SLICE_NS` in one round of the loop, and only while rounds hold nothing else: as soon as a round
    takes longer than an empty one the next asks once.
-2. A rest is at most half of what is left to the expected end, so a wrong guess makes nobody late by more than that; an end that is
+2. A rest is at most half of what is left to the expected end, and `REST_MAX_S`, so a wrong guess makes nobody late by more; an end that is
    overdue for `SPIN_NS`, or that nothing is known about, is asked for once a millisecond.
 """
 
 from collections.abc import Iterable
 
-__all__ = ["REST_S", "SLICE_NS", "SPIN_NS", "Pace"]
+__all__ = ["REST_MAX_S", "REST_S", "SLICE_NS", "SPIN_NS", "Pace"]
 
 SPIN_NS = 5_000_000  # a decode step of a large model takes some milliseconds: spinning through one costs less than waking late
 SLICE_NS = 50_000
 REST_S = 0.001  # the grain of a loop's timers
+REST_MAX_S = 0.05  # a device's failure, and an end that nobody foresaw, are met no later
 _FIRST_SLICE_NS = 2_000
 _GAP_MAX_NS = 10_000  # an empty round takes half a microsecond to some
 _LABELS_MAX = 1_024
@@ -58,5 +59,5 @@ class Pace:
             return 0.0
         left_ns = self._due_ns - now_ns
         if left_ns > SPIN_NS:
-            return left_ns / 2e9
+            return min(left_ns / 2e9, REST_MAX_S)
         return 0.0 if now_ns < max(self._due_ns, self._progress_ns) + SPIN_NS else REST_S

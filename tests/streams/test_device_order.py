@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from streams import Backend, Event, Observer
+from streams import Backend, Event, Observer, pace
 from streams.device import DeviceBackend
 from streams.errors import DeviceLost
 from tests.streams.conformance import Conformance, GateHold
@@ -134,8 +134,9 @@ async def test_a_loop_with_work_is_asked_on_once_a_round() -> None:
     await backend.close()
 
 
-async def test_a_launch_ends_a_rest() -> None:
+async def test_a_launch_ends_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller rests for work that takes long; work launched meanwhile, which may end sooner, is asked for at once."""
+    monkeypatch.setattr(pace, "REST_MAX_S", 1e6)
     backend = DeviceBackend("cuda")
     backend._pace.ended("long", 10**15)
     marker = _endless(long := backend.stream("one").submit(lambda: 1, label="long"))

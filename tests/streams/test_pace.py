@@ -2,7 +2,7 @@
 
 import pytest
 
-from streams.pace import REST_S, SLICE_NS, SPIN_NS, Pace
+from streams.pace import REST_MAX_S, REST_S, SLICE_NS, SPIN_NS, Pace
 
 MS = 1_000_000
 
@@ -36,6 +36,9 @@ def test_a_far_end_is_rested_for_by_halves() -> None:
         now_ns += round(rest_s * 1e9)
     assert rests == pytest.approx([0.05, 0.025, 0.0125, 0.00625, 0.003125])
     assert 100 * MS - now_ns <= SPIN_NS
+    pace.ended("age", 10**15)
+    pace.expect(0, [("age", 0)])
+    assert pace.rest_s(0, found=False) == REST_MAX_S  # nor longer than a failure may go unseen
 
 
 def test_the_next_end_counts() -> None:

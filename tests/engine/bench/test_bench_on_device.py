@@ -39,7 +39,8 @@ def test_decode_has_times(model: Path, tmp_path: Path) -> None:
     assert written["outputs_equal"]
     for arm in written["arms"]:
         assert 0 < arm["step_us"]["p50"] <= arm["step_us"]["p90"]
-        assert 0 < arm["launch_us"] < arm["loop_work_us"]
+        assert arm["loop_work_us"] > 0
+        assert arm["launch_us"] > 0
         assert arm["between_steps_us"] > 0
         assert 0 <= arm["idle_share"] < 1
     assert written["copy_bytes_per_second"] > 1e11
