@@ -6,7 +6,7 @@ whoever has a place for archives says how a session is brought there (`archive_w
 Invariants:
 1. A session leaves only if since before its export began nobody has come for it and nothing of it has changed: the archive is all of it.
 2. The least recently used goes first. One at a time: whoever waits for room looks again after each.
-3. What cannot be archived stays in memory; it is tried once, and again only when all others were.
+3. What cannot be archived stays in memory; it is tried once, and again only after somebody was refused for want of it.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Departures:
         self._wake = wake
         self._archive: Callable[[SessionId], Awaitable[object]] | None = None
         self._namespace = ""
-        self._failed: set[Session] = set()  # tried since the last one left
+        self._failed: set[Session] = set()  # tried since the last one left or somebody was refused
         self._next: Session | None = None
         self._asked, self._done = asyncio.Event(), asyncio.Event()
         self._closing = False
@@ -84,13 +84,18 @@ class Departures:
             if left:
                 self._next, self._done = left[0], asyncio.Event()
                 self._asked.set()
-            else:
-                self._failed.clear()
+            elif not free:
+                self.failure = ""
         return self.under_way
+
+    def refused(self) -> None:
+        """Whoever waited for room is told that there is none: for the next one all may be tried again."""
+        self._failed.clear()
 
     async def make_room(self, *spared: Session | None) -> bool:
         """Wait until one has left or was tried; returns False where nobody may."""
         if not self.begin(*spared):
+            self.refused()
             return False
         await self._done.wait()
         return True
@@ -157,6 +162,10 @@ class Departures:
             if isinstance(error, ArchiveFailed):  # the disk's fault: the others would meet it too
                 self._failed.update(one for one in self._by_use() if self._may_leave(one))
             _log.warning("session.not_archived", session_id=session.id, reason=str(error))
+        except Exception as error:  # the edge of this task: the session stays, and nobody else pays for it
+            self.failure = f"{type(error).__name__} while session {session.id} was archived; see the log"
+            self._failed.add(session)
+            _log.exception("session.not_archived", session_id=session.id)
 
     def close(self) -> None:
         """Let nobody leave any more; `run` returns once the one that is leaving has left."""

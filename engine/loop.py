@@ -141,8 +141,6 @@ class StepLoop:
             self._line.closed(session.memory)
             session.memory = None
 
-    # The loop.
-
     async def run(self) -> None:
         """Until `close` was called and everything has ended. If it dies, every request ends with an error and the cause is raised."""
         try:
@@ -176,13 +174,15 @@ class StepLoop:
             self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, steps_taken=self._batches.steps,
             decode_batch_limit=self._limit,
         )  # fmt: skip
-        self._held_up = False
+        waiting, held_up = len(self.waiting), False
         for request in decision.admit:
             # Two requests of one session may both have been offered. Behind one that is held up, who has memory may start if nobody runs.
-            may = self._line.startable(request) and not (self._held_up and request.session.memory is None)
-            self._held_up |= may and not self._admit(request)
-            if self._held_up and (self.appending or self.decoding):
+            may = self._line.startable(request) and not (held_up and request.session.memory is None)
+            held_up |= may and not self._admit(request)
+            if held_up and (self.appending or self.decoding):
                 break
+        # Otherwise somebody left the line and may have made room, or runs and will: who is held up is asked again.
+        self._held_up = held_up and len(self.waiting) == waiting and not (self.appending or self.decoding)
         await self._turn(decision)
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
 

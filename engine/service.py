@@ -98,6 +98,8 @@ class Service:
                 await self.expire()
             except ForebayError as error:
                 log.warning("session.not_removed", reason=str(error))
+            except Exception:  # the edge of this task: the server goes on
+                log.exception("session.not_removed")
             await asyncio.sleep(self.retention.look_again_s)
 
     async def expire(self) -> None:

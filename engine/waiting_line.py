@@ -124,6 +124,7 @@ class WaitingLine:
     def _no_room(self, request: Request, tokens_max: int, error: DoesNotFit) -> NotAdmitted:
         """Sessions that callers hold have the rest: idle ones that have no place to go, or those of others that wait, who go first."""
         stay = f"; idle sessions stay in memory: {self._departures.failure}" if self._departures.failure else ""
+        self._departures.refused()
         rivals = any(one.session.memory is not None for one in self.requests if one.session is not request.session)
         text = f"a context of {tokens_max} tokens does not fit{' now' if rivals else ''}: {error}; ask for fewer tokens{stay}"
         return NotAdmitted(text, retry_after_s=1.0 if rivals else None)

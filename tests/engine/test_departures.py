@@ -168,6 +168,57 @@ async def test_who_is_asked_for_meanwhile_stays(tmp_path: Path) -> None:
         assert engine.sessions[held[0]].revision == 3
 
 
+async def test_a_full_disk_and_a_prompt_that_begins_like_an_idle_session(tmp_path: Path) -> None:
+    """With a history to begin with, who waits is refused as soon as all that could leave were tried; nobody is tried for ever."""
+
+    def full(_: SessionId) -> None:
+        raise ArchiveFailed("cannot write archive 'x': No space left on device; make room or choose another directory")
+
+    async with tight(tmp_path, 8, prefix_cache="on") as (engine, place):
+        held = [await session_of(engine, 150) for _ in range(2)]
+        place.before = full
+        asked = [*engine.sessions[held[1]].token_ids, *prompt(200, 1)]
+        for tries in (1, 2):
+            with pytest.raises(NotAdmitted, match="No space left"):
+                await asyncio.wait_for(say(engine, None, tuple(asked), 5), LIMIT_S)
+            assert len(place.taken) <= 2 * tries
+
+
+async def test_turns_behind_one_that_is_held_up_go_first(tmp_path: Path) -> None:
+    """A prompt that lacks the room of two sessions whose turns wait behind it starts when those have ended and left."""
+    async with tight(tmp_path, 8) as (engine, place):
+        held = [await session_of(engine, 150) for _ in range(2)]
+        said: list[int] = []
+
+        async def turn(number: int, session: SessionId | None, rows: int) -> None:
+            assert len(await say(engine, session, prompt(rows, 1), 5)) == 5
+            said.append(number)
+
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            group.create_task(turn(0, None, 400))
+            for number, session in enumerate(held, 1):
+                group.create_task(turn(number, session, 3))
+        assert said == [1, 2, 0]
+        assert place.taken == held
+
+
+async def test_a_bug_while_one_leaves_costs_nobody_else(tmp_path: Path) -> None:
+    """An archiver that raises what it should not leaves the session in memory, a traceback in the log, and the engine at work."""
+
+    def fail(session: SessionId) -> None:
+        if len(place.taken) == 1:
+            raise RuntimeError("a bug")
+
+    async with tight(tmp_path, 8) as (engine, place):
+        held = [await session_of(engine, 150) for _ in range(2)]
+        place.before = fail
+        with capture_logs() as logs:
+            assert len(await asyncio.wait_for(say(engine, None, prompt(150, 1), 5), LIMIT_S)) == 5
+        assert place.taken == held
+        assert list(engine.sessions) == held[:1]
+        assert [line["log_level"] for line in logs if line["event"] == "session.not_archived"] == ["error"]
+
+
 async def test_told_to_leave(tmp_path: Path) -> None:
     """A session archives when it is told to, right behind its last token; one in a turn, or unknown, does not."""
     async with tight(tmp_path, 8) as (engine, _):
