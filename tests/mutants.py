@@ -173,9 +173,9 @@ def truncation_without_a_new_epoch() -> None:
     """Completions of copies submitted before a cut count after it."""
     real = RowCounts.truncate
 
-    def truncate(self: RowCounts, rows: int) -> None:
+    def truncate(self: RowCounts, rows: int, mirrored: int | None = None) -> None:
         epoch = self.epoch
-        real(self, rows)
+        real(self, rows, mirrored)
         self.epoch = epoch
 
     RowCounts.truncate = truncate  # type: ignore[method-assign]

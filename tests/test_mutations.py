@@ -128,6 +128,8 @@ def test_the_search_catches(mutant: str, found: dict[str, tuple[int, str]]) -> N
     """With the invariant broken, some seed of the budget fails."""
     seeds, finding = found[mutant]
     assert finding, f"{MUTANTS[mutant].__doc__} Nobody noticed in {seeds} seeds."
+    misfit = next((name for name in ("TypeError", "AttributeError", "NameError", "ImportError") if f": {name}: " in finding), None)
+    assert misfit is None, f"the mutant does not fit the code any more: {finding}"
 
 
 @pytest.mark.timeout(600)
