@@ -11,8 +11,9 @@ Invariants of slabs:
 3. Pieces are 64-byte aligned, do not overlap, and are zeroed when taken.
 """
 
+import mmap
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = ["Backing", "Slabs", "Tensors", "backing_for"]
 # Large against the 2 MiB that an allocator rounds to, small against a session: slabs of one size come and go alike, so that one
 # session's memory is another's without a hole.
 SLAB_BYTES = 256 << 20
+_MAPPED_BYTES: Final = 256 << 10  # from here on a mapping's few microseconds are less than zeros take
 
 
 class Backing(Protocol):
@@ -68,7 +70,7 @@ class Tensors:
     def take(self, size_bytes: int, *, kept: bool) -> Tensor:
         """See Backing. A kept one may be refused all the same."""
         del kept
-        buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=self._device)
+        buffer = _zeros(size_bytes, self._device)
         self._taken[buffer.data_ptr()] = buffer
         return buffer
 
@@ -82,6 +84,16 @@ class Tensors:
 
     def check_integrity(self) -> None:
         """See Backing. A tensor is what it says it is."""
+
+
+def _zeros(size_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [size_bytes], zeros; a large one in RAM costs nothing before it is touched, which a library's allocator does at once."""
+    if device.type != "cpu" or size_bytes < _MAPPED_BYTES:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    except OSError as error:
+        raise torch.OutOfMemoryError(f"cannot map {size_bytes} bytes: {error.strerror}") from error
 
 
 @dataclass(slots=True, eq=False)

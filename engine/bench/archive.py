@@ -40,6 +40,7 @@ __all__ = ["ArchivePlan", "Archived", "as_json", "run_archives", "table"]
 
 _VERSION: Final = 1
 _PIECE_BYTES: Final = 1 << 23
+_FORKS: Final = 9
 _SEED: Final = 20_250_303
 _MADE: Final = SessionId("00000000000000aa")
 
@@ -81,6 +82,7 @@ class Archived:
     plain_read_s: list[float] = field(default_factory=list)
     import_s: list[float] = field(default_factory=list)
     append_s: list[float] = field(default_factory=list)
+    fork_s: list[float] = field(default_factory=list)  # of that session, all of it
     restore_s: list[float] = field(default_factory=list)  # of the session whose tokens are read anew
 
     def ratios(self) -> dict[str, float]:
@@ -90,6 +92,7 @@ class Archived:
             "export_of_plain_write": middle(self.plain_write_s) / middle(self.export_s),
             "import_of_plain_read": middle(self.plain_read_s) / middle(self.import_s),
             "second_export_of_first": middle(self.again_s) / middle(self.export_s),
+            "fork_of_append": middle(self.fork_s) / middle(self.append_s),
             "import_of_append": middle(self.restore_s) / middle(self.append_s),
         }
 
@@ -114,7 +117,7 @@ async def _sequential(engine: Engine, plan: ArchivePlan, place: Path, found: Arc
     stage = engine.stage
     sessions: dict[SessionId, Session] = {}
     identify = partial(identity_of, stage, model="bench", tokenizer="0" * 64, template="0" * 64, context_max=engine.context_max)
-    archives = Archives(stage, sessions, 2, identify, lambda: None, lambda: False)
+    archives = Archives(stage, sessions, 2, identify, lambda: None, lambda _: False)
     made = await _made_up(stage, plan.rows, told)
     landing = bytearray(plan.rows * stage.layout.block_bytes // BLOCK_ROWS)
     try:
@@ -188,6 +191,7 @@ async def _anew(engine: Engine, plan: ArchivePlan, place: Path, found: Archived,
         async for _ in engine.generate(tokens, Sampling(max_tokens=1, temperature=0.0), session=session):
             pass
         found.append_s.append(time.perf_counter() - started)
+        found.fork_s.append(await _forked(engine, session))
         await engine.export_session(session, place / f"read{number}")
         await engine.close_session(session)
         await asyncio.to_thread(_forget, place / f"read{number}")
@@ -196,6 +200,19 @@ async def _anew(engine: Engine, plan: ArchivePlan, place: Path, found: Archived,
         found.restore_s.append(time.perf_counter() - started)
         await engine.close_session(session)
     told("rounds of restoring and appending", plan.rounds, plan.rounds)
+
+
+async def _forked(engine: Engine, session: SessionId) -> float:
+    """Seconds of a fork until it can go on; the median of some, since one takes less than a thread's turn on a busy machine."""
+    await engine.stage.streams.idle()
+    seconds = []
+    for _ in range(_FORKS):
+        started = time.perf_counter()
+        fork = await engine.fork_session(session)
+        await engine.stage.streams.idle()
+        seconds.append(time.perf_counter() - started)
+        await engine.close_session(fork)
+    return statistics.median(seconds)
 
 
 def _write_plain(path: Path, size_bytes: int) -> float:
@@ -256,6 +273,7 @@ def table(plan: ArchivePlan, found: Archived) -> Table:
         shown.add_row(name, f"{middle:.3f}", f"{found.payload_bytes / 2**20 / middle:,.0f}")
     shown.add_row("export of nothing new", f"{statistics.median(found.again_s):.3f}", f"{found.again_bytes / 2**20:.2f} MiB in all")
     shown.add_row(f"import of {plan.appended:,} rows", f"{statistics.median(found.restore_s):.3f}", "")
+    shown.add_row("a fork of them", f"{statistics.median(found.fork_s):.5f}", "")
     shown.add_row("the same read anew", f"{statistics.median(found.append_s):.3f}", "")
     return shown
 

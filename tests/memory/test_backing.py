@@ -1,5 +1,8 @@
 """Slabs: what is kept is there, what nobody holds goes."""
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -7,9 +10,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from memory.backing import SLAB_BYTES, Slabs
+from memory.backing import SLAB_BYTES, Slabs, Tensors
 
 CPU = torch.device("cpu")
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_large_buffers_in_ram_cost_nothing_before_they_are_touched() -> None:
+    """Also after one of the size was written and given back: the next is zeros, and no memory is taken for it until it is written."""
+    tensors, size = Tensors(CPU), 64 << 20
+    for _ in range(3):
+        before = _resident_bytes()
+        buffer = tensors.take(size, kept=False)
+        assert _resident_bytes() - before < 8 << 20
+        assert tensors.physical_bytes() == size
+        assert not buffer[:: mmap.PAGESIZE].any()
+        buffer.fill_(7)
+        assert _resident_bytes() - before > 48 << 20
+        tensors.give(buffer)
+        del buffer
+    assert tensors.physical_bytes() == 0
 
 
 def test_kept_buffers_are_whole_slabs() -> None:

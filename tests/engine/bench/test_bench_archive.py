@@ -27,6 +27,7 @@ def test_it_says_ratios_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captur
     assert all(second > 0 for seconds in found["seconds"].values() for second in seconds)
     assert found["again_bytes"] < found["payload_bytes"] / 10
     assert found["ratios"]["import_of_append"] < 1
+    assert found["ratios"]["fork_of_append"] < 1
     assert os.listdir(disk) == []
 
 
