@@ -103,6 +103,20 @@ async def company(scene: Scene) -> None:
             group.create_task(one(name))
 
 
+async def aborted(scene: Scene) -> None:
+    """Steps fail at one layer or another with another one behind them, and the session goes on from rows that were in RAM before."""
+    rng = scene.rng
+    one = Life(Ground(scene, hot_rows=rng.choice((4, 8))), "one", 480)
+    await one.append(rng.choice((130, 192)))
+    for _ in range(4):
+        await one.abort_step(rng.choice((1, 2, 4)), rng.randrange(LAYOUT.layers))
+        if rng.random() < 0.3:
+            await one.session.operations.settle()
+            one.check()
+        await one.decode(rng.choice((4, 16)), each=rng.choice((1, 4)))
+    await end_whole([one])
+
+
 async def lost(scene: Scene) -> None:
     """Something fails in one session's life: what it counts as mirrored stays true, the barrier refuses, the other session lives on."""
     ground = Ground(scene)
@@ -331,6 +345,7 @@ def _late_copies(rng: random.Random) -> tuple[Fault, ...]:
 
 LIVES = (
     Scenario("life", life, weight=6),
+    Scenario("aborted steps", aborted),
     Scenario("company", company, weight=3),
     Scenario("life with late copies", life, _late_copies),
     Scenario("life with failures", lost, _any_failure, weight=6),

@@ -40,7 +40,7 @@ THEMES = {  # what the search is for, and which scenarios look for it
     "failed registration": ("registration",),
     "a full ring": ("ring full", "full ring"),
     "a full arena": ("scarce", "scarce blocks"),
-    "an aborted step": ("failed operations", "life with failures", "life"),
+    "an aborted step": ("aborted steps", "failed operations", "life with failures"),
 }
 SHORT_SEEDS = 48  # what the default tests run
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
