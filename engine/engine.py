@@ -11,8 +11,8 @@ Source: design, sections 1 and 11.
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +192,16 @@ class Engine:
 
         Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
         """
-        while True:
-            try:
-                await self._held.truncate(session_id, tokens, revision)
-                return
-            except NotAdmitted:
-                if not await self.departures.make_room(self._sessions.get(session_id)):
-                    raise
+        session = self._held.find(session_id)
+        with self._expected(session):
+            await self._archives.left(session)
+            while True:
+                try:
+                    await self._held.truncate(session_id, tokens, revision)
+                    return
+                except NotAdmitted:
+                    if not await self.departures.make_room(session):
+                        raise
 
     async def close_session(self, session_id: SessionId) -> None:
         """Forget a session and release its memory; a running request of it is aborted first. Raises UnknownSession."""
@@ -267,12 +270,8 @@ class Engine:
         async def start() -> Request:
             self._loop.check_open()
             held = self._held.fresh(namespace) if session is None else self._held.find(session, namespace)
-            held.coming += 1  # until it is queued the session looks idle
-            try:
+            with self._expected(held):  # until it is queued
                 return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
-            finally:
-                held.coming -= 1
-                self._loop.wake()
 
         return Generation(start, self._loop.abort)
 
@@ -290,6 +289,16 @@ class Engine:
             self._abort_all()
             await self._loop.wait_idle()
         await self.departures.settle()
+
+    @contextmanager
+    def _expected(self, session: Session) -> Iterator[None]:
+        """For the length of the block the session does not leave, although it looks idle."""
+        session.coming += 1
+        try:
+            yield
+        finally:
+            session.coming -= 1
+            self._loop.wake()
 
     async def _with_room(self, make: Callable[[], Session], spared: SessionId | None = None) -> Session:
         """What `make` gives, with what idle sessions that leave give back for it. Raises what `make` raises."""

@@ -59,7 +59,7 @@ class Session:
         self.memory: SessionMemory | None = None
         self.revision = 0
         self.closing = False  # nobody may begin in it any more
-        self.coming = 0  # turns that were asked for and are not queued yet
+        self.coming = 0  # turns and cuts that were asked for and have not begun
         self._phase = Phase.NEW
 
     @property

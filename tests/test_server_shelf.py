@@ -131,7 +131,7 @@ async def test_names_that_are_no_ids_reach_no_file(tmp_path: Path, name: str) ->
         await call(client, "POST", "/v1/sessions/import", {"id": plain}, status=404)
         await call(client, "POST", "/v1/completions", turn("x", session={"id": plain}), status=404)
         if name != "..":
-            for method, route in (("GET", ""), ("DELETE", ""), ("POST", "/export"), ("POST", "/fork")):
+            for method, route in (("GET", ""), ("DELETE", ""), ("POST", "/export"), ("POST", "/archive"), ("POST", "/fork")):
                 async with client.request(method, URL(f"/v1/sessions/{name}{route}", encoded=True)) as response:
                     assert response.status == 404, await response.text()
     assert list(shelf.iterdir()) == []

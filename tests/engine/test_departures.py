@@ -17,6 +17,7 @@ from engine.errors import ArchiveFailed, ForebayError, NotAdmitted, SessionBusy,
 from engine.protocol import SessionId
 from engine.sampling import Sampling
 from engine.search.tiny import prompt
+from engine.session import Phase
 from memory.append import blocks_of
 from streams import SeededOrder, VirtualBackend
 from tests.engine.archive.archive_world import unit_rows
@@ -166,6 +167,22 @@ async def test_who_is_asked_for_meanwhile_stays(tmp_path: Path) -> None:
         assert place.taken == held
         assert list(engine.sessions) == held[:1]
         assert engine.sessions[held[0]].revision == 3
+
+
+async def test_a_cut_that_comes_meanwhile_waits(tmp_path: Path) -> None:
+    """A cut asked for while its session is archived comes behind that, and the session stays."""
+    async with tight(tmp_path, 11) as (engine, place):
+        held = [await session_of(engine, 150) for _ in range(2)]
+        started = asyncio.Event()
+        place.before = lambda _: started.set()
+        waiting = asyncio.ensure_future(say(engine, None, prompt(350, 1), 5))
+        await started.wait()
+        await asyncio.sleep(0)
+        assert engine._sessions[held[0]].phase is Phase.EXPORTING
+        await asyncio.wait_for(engine.truncate_session(held[0], 100, revision=2), LIMIT_S)
+        assert len(await asyncio.wait_for(waiting, LIMIT_S)) == 5
+        assert place.taken == held[:1], "the cut made the room"
+        assert len(engine.sessions[held[0]].token_ids) == 100
 
 
 async def test_a_full_disk_and_a_prompt_that_begins_like_an_idle_session(tmp_path: Path) -> None:
