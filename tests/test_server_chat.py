@@ -8,11 +8,16 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
+from engine.api import AnswerHead, parse_chat
+from engine.api.dialects import CHAT
+from engine.choices import Choices
 from engine.chunk import Chunk, Usage
 from engine.config import ServerConfig
 from engine.errors import BadRequest, SessionBroken
+from engine.request_record import RequestRecord
+from engine.sampling import Sampling
 from engine.service import Service
-from server import listening
+from server import _events, listening
 from tests.fake_engine import FakeEngine, FakeTemplate, Item, words
 from tests.test_server_openai import client_of
 
@@ -134,6 +139,20 @@ async def test_a_session_moves_on_by_a_turn_that_was_left() -> None:
             model="fake", messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False, extra_body={"session": {"id": "s0"}}
         )
     assert answer.model_extra == {"session": {"id": "s0", "revision": 4}}
+
+
+async def test_a_turn_is_left_before_its_end_is_told() -> None:
+    """Whoever hears of the end may ask for the next turn at once: the generation is closed by then. The log calls it a stop."""
+    engine, record = FakeEngine([words(READ, "never")]), RequestRecord("r")
+    asked = parse_chat(json.dumps({"messages": MESSAGES, "tools": TOOLS, "parallel_tool_calls": False, "stream": True}).encode())
+    head = AnswerHead(id="x", model="fake", created=1)
+    async with Choices(engine.generate, "hi", [Sampling()]) as choices:
+        first = await anext(choices)
+        events = _events(CHAT, head, [CHAT.writer(asked, head, 0)], first, choices, record)
+        assert b'"tool_calls"' in await anext(events)
+        assert engine.generations[0].closed.is_set()
+        assert [event async for event in events] == [b"data: [DONE]\n\n"]
+    assert record.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

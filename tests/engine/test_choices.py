@@ -139,6 +139,7 @@ async def test_one_choice_may_be_left() -> None:
     async with choices_of(engine, 2) as choices:
         first = await anext(choices)
         await choices.leave(0)
+        assert engine.generations[0].closed.is_set(), "it is left at once, not with the others"
         items = [first, *await read(choices)]
     assert (text_of(items, 0), text_of(items, 1)) == ("a", "def")
     async with choices_of(FakeEngine([words("a", "b")]), 1) as alone:

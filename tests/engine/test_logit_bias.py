@@ -57,6 +57,16 @@ async def test_drafts_change_no_token_of_a_biased_request(checkpoint: Path, temp
     assert drafted.tokens == plain.tokens
 
 
+async def test_drafts_are_guessed_with_the_bias(checkpoint: Path) -> None:
+    """Where a bias leaves one token every draft is right: guesses hear of it too."""
+    drafted = await run(checkpoint, small(draft_depth=3), [(PROMPT, 24)], biased(max_tokens=24, logit_bias=((17, 100.0),)))
+    assert set(drafted.tokens) == {17}
+    assert drafted.statistics is not None
+    proposed, accepted = drafted.statistics.drafts_proposed, drafted.statistics.drafts_accepted
+    assert sum(proposed) > 0
+    assert list(accepted) == list(proposed)
+
+
 async def test_a_token_that_the_model_does_not_have(checkpoint: Path) -> None:
     """A bias of an id past the vocabulary is refused by name before anything begins."""
     async with Engine.open(checkpoint, small()) as engine:

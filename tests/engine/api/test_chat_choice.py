@@ -146,6 +146,8 @@ def test_one_call_is_enough_where_no_more_are_allowed() -> None:
     last = json.loads(encode(one.event(second)))["choices"][0]
     assert (last["finish_reason"], last["delta"]["tool_calls"][0]["index"], one.ended) == ("tool_calls", 0, True)
     assert "content" not in last["delta"]
+    alone = whole(writer((1,), parallel_tool_calls=False), chunks(READ))
+    assert (alone["finish_reason"], alone.get("stop_reason", 0)) == ("tool_calls", None)
     both = writer((1,), parallel_tool_calls=True)
     assert len(whole(both, chunks(f"a{READ}{READ}"))["message"]["tool_calls"]) == 2
 
