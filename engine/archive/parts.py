@@ -39,16 +39,20 @@ class Part:
 
     def of(self, block: Bytes, first_layer: int, layers: int) -> Bytes:
         """uint8 [layers, 64, unit_bytes]: some of the part's layers in a block, uint8 [block_bytes]. A view."""
+        return self._flat(block, first_layer, layers).reshape(layers, BLOCK_ROWS, self.unit_bytes)
+
+    def _flat(self, block: Bytes, first_layer: int, layers: int) -> Bytes:
         assert self.first_layer <= first_layer, f"layer {first_layer} before {self.first_layer}"
         assert first_layer + layers <= self.end_layer, f"layer {first_layer + layers - 1} behind {self.end_layer - 1}"
         layer_bytes = BLOCK_ROWS * self.unit_bytes
         start = self.offset + (first_layer - self.first_layer) * layer_bytes
-        return block[start : start + layers * layer_bytes].reshape(layers, BLOCK_ROWS, self.unit_bytes)
+        return block[start : start + layers * layer_bytes]
 
     def piece(self, block: Bytes, rows: int, first_layer: int, layers: int) -> Bytes:
         """uint8, flat: the first `rows` positions of some of the part's layers. A view when they are 64."""
-        whole = self.of(block, first_layer, layers)
-        return (whole if rows == BLOCK_ROWS else numpy.ascontiguousarray(whole[:, :rows])).reshape(-1)
+        if rows == BLOCK_ROWS:
+            return self._flat(block, first_layer, layers)
+        return numpy.ascontiguousarray(self.of(block, first_layer, layers)[:, :rows]).reshape(-1)
 
 
 def piece_bytes(segment: Segment, unit_bytes: int, piece: int) -> int:
