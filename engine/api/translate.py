@@ -20,6 +20,7 @@ __all__ = ["template_arguments", "to_history", "to_messages", "to_prompt", "to_s
 _DEFAULTS = Sampling()
 # Arguments of `ChatTemplate.render` that a client may not replace through chat_template_kwargs.
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
+_CUT_ARGUMENTS = "arguments"  # the one argument of an earlier call whose arguments are no whole JSON: their text
 # OpenAI's levels of effort by those of the templates, which take what they do not know for the most.
 _EFFORT_OF = {"minimal": "low", "low": "low", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 
@@ -103,8 +104,8 @@ def to_messages(request: ChatRequest | TokenizeRequest) -> list[Message]:
     """Messages as a chat template reads them.
 
     Content is always text: text parts are put together as they stand, with nothing between them, as the model's own template does;
-    null becomes "". `developer` becomes `system`. Arguments of earlier calls become objects.
-    Raises: BadRequest: arguments that are not a JSON object.
+    null becomes "". `developer` becomes `system`. Arguments of earlier calls become objects; text that is no whole JSON becomes the one
+    argument of such a call. Raises: BadRequest: arguments that are JSON of another kind.
     """
     return [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages or ())]
 
@@ -123,12 +124,15 @@ def _message(message: ChatMessage, field: str) -> Message:
 
 
 def _call(call: ToolCall, field: str) -> dict[str, object]:
-    arguments = call.function.arguments
+    arguments: object = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, object])
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise BadRequest(f"{field}.function.arguments must be a JSON object", field=f"{field}.function.arguments") from error
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            # A call that was cut off is not whole, and refusing it would end the conversation that has it: the model sees what there was.
+            arguments = {_CUT_ARGUMENTS: arguments}
+        if not isinstance(arguments, dict):
+            raise BadRequest(f"{field}.function.arguments must be a JSON object", field=f"{field}.function.arguments")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 

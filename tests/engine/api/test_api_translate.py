@@ -175,7 +175,14 @@ def test_arguments_of_earlier_calls_become_objects(arguments: object, expected: 
     assert message == {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "NaN", '{"a":' * 3000])
+@pytest.mark.parametrize("arguments", ['{"a": "rm -rf', "{", "NaN", '{"a": 1} x', '{"a":' * 3000, "plain"])
+def test_arguments_that_are_no_whole_json_are_shown_as_they_are(arguments: str) -> None:
+    """A call that broke off comes back in the next turn: it must not end the conversation, and the model sees what there was."""
+    (message,) = messages({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]})
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"arguments": arguments}}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("arguments", ["[]", "3", "null", '"a"'])
 def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
     """Arguments of an earlier call must be a JSON object."""
     call = {"function": {"name": "f", "arguments": arguments}}
