@@ -66,3 +66,19 @@ def test_a_bias_does_not_mend_a_bad_row() -> None:
     bad = LOGITS.clone()
     bad[0, 5] = torch.nan
     assert choose(bias_of(t7=50.0), logits=bad) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_card_adds_the_bias_as_the_host_does(temperature: float) -> None:
+    """At the model's vocabulary a card gives the tokens of logits that the bias was added to before, on rows that have one and others."""
+    rows, vocabulary = 8, 154_880
+    generator = torch.Generator().manual_seed(1)
+    bias, logits = 4 * torch.randn(vocabulary, generator=generator), torch.randn((rows, vocabulary), generator=generator)
+    parameters = torch.tensor([[temperature, 0.9, 50.0, 0.0, 1.0, 0.0, 0.0, 0.0]] * rows)
+    own, none, numbers = bias.cuda(), torch.zeros(rows, dtype=torch.int64).cuda(), torch.arange(rows).cuda()
+    biases = torch.where(numbers % 2 == 0, own.data_ptr(), 0)
+    added = torch.where(numbers[:, None] % 2 == 0, logits.cuda() + own, logits.cuda())
+    got = sample(logits.cuda(), parameters.cuda(), numbers, numbers, none, none, None, biases)
+    assert torch.equal(got, sample(added, parameters.cuda(), numbers, numbers, none, none))
+    assert not torch.equal(got, sample(logits.cuda(), parameters.cuda(), numbers, numbers, none, none))
