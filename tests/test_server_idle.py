@@ -245,6 +245,7 @@ async def test_a_turn_is_not_cut_by_an_age(tmp_path: Path) -> None:
         made = await begun(client, ttl=1000)
         async with client.post("/v1/completions", json=turn("def", session={"id": made}, max_tokens=60, stream=True)) as streaming:
             await streaming.content.readline()
+            clock.now_s += 2000
             await service.expire()
             assert list(engine.sessions) == [made]
             await streaming.read()

@@ -219,6 +219,20 @@ async def test_turns_behind_one_that_is_held_up_go_first(tmp_path: Path) -> None
         assert place.taken == held
 
 
+async def test_turns_that_hold_all_memory_and_lack_more(tmp_path: Path) -> None:
+    """Of two turns that each lack what the other's session has, one is told to come again; the first, and who is before both, go on."""
+    async with tight(tmp_path, 8) as (engine, place):
+        held = [await session_of(engine, 150) for _ in range(2)]
+        async with asyncio.timeout(LIMIT_S):
+            asked = [(None, 400), (held[0], 200), (held[1], 200)]
+            turns = [asyncio.ensure_future(say(engine, session, prompt(rows, 1), 5)) for session, rows in asked]
+            with pytest.raises(NotAdmitted, match="does not fit now") as caught:
+                await turns[2]
+            assert caught.value.retry_after_s
+            assert [len(await turn) for turn in turns[:2]] == [5, 5]
+        assert place.taken == [held[1], held[0]]
+
+
 async def test_a_bug_while_one_leaves_costs_nobody_else(tmp_path: Path) -> None:
     """An archiver that raises what it should not leaves the session in memory, a traceback in the log, and the engine at work."""
 
