@@ -133,6 +133,26 @@ async def test_a_cancelled_reader_closes_everything(count: int) -> None:
     assert asyncio.all_tasks() == before
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_client_that_leaves_before_the_first_token(count: int) -> None:
+    """Cancelled while the prompt is read, nothing of the first choice stays, and the others never began."""
+    engine = FakeEngine([[asyncio.Event()]])
+
+    async def visit() -> None:
+        async with choices_of(engine, count) as choices:
+            await read(choices)
+
+    before = asyncio.all_tasks()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(visit())
+        await engine.started.wait()
+        await engine.generations[0].paused.wait()
+        task.cancel()
+    assert task.cancelled()
+    assert (len(engine.calls), engine.aborted) == (1, 1)
+    assert asyncio.all_tasks() == before
+
+
 async def test_one_choice_may_be_left() -> None:
     """A choice that was left gives nothing more, and the others go on to their ends."""
     engine = FakeEngine([words("a", "b", "c"), words("d", "e", "f")])
