@@ -117,7 +117,7 @@ class DeviceLife:
                 plan.selection.copy_(selection, non_blocking=True)
                 self.rounds.plan(self.table.tensor, group, self.place_of, mirrored, plan)
                 for number, layer in enumerate(layers):
-                    self.rounds.gather(Picked(self.table.tensor, group, number, layer, self.place_of, plan, None), compact[layer])
+                    self.rounds.gather(Picked(self.table.tensor, group, number, layer, self.place_of, plan), compact[layer])
             copy_bytes(found, compact[:, 0])
             session.state[StateField.LOGICAL : StateField.LOGICAL + 1].add_(rows)
 

@@ -183,6 +183,26 @@ async def test_late_zeroes_do_not_reach_rows(resident: bool) -> None:
     await life.close()
 
 
+@everywhere
+@both
+async def test_pages_of_index_keys_given_up_come_back(device: torch.device, resident: bool) -> None:
+    """An idle session gives up its pages, its next turn fills them from where its blocks are, and decodes at once behind that."""
+    life = DeviceLife(device, resident=resident, tokens_max=1300, seed=5)
+    while len(life.truth) < 1200:
+        await life.append(200)
+    await life.decode(37, 16)
+    await life.session.operations.settle()
+    held = life.ledger.holding("device", "pages").allocated_bytes
+    assert life.placement.shed(life.session, shared=False)
+    assert life.ledger.holding("device", "pages").allocated_bytes == 0 < held
+    await life.grow(1500)
+    await life.decode(20, 4)
+    await life.append(100)
+    await life.barrier()
+    assert life.ledger.holding("device", "pages").allocated_bytes == held
+    await life.close()
+
+
 @pytest.mark.gpu
 async def test_a_glance_shows_what_arrived() -> None:
     """Behind a long kernel a glance shows the zeros it began with; later the values, exact when nothing runs."""
