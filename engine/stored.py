@@ -69,7 +69,7 @@ class StoredSessions:
         self._drop_session = drop
         self._stored: dict[Session, None] = {}  # the least recently used first
         self._used: dict[Session, None] = {}  # all that have rows of their tokens, likewise
-        self._left: dict[Session, None] = {}  # of `_stored`, those left behind since they were used; the first left first
+        self._left: dict[Session, None] = {}  # of `_stored`, those a fork left behind; the first left first
         self._changes = 0
         self._matches: dict[Request, tuple[int, list[Match[Session]]]] = {}  # of waiting requests, with `_changes` when they were found
 
@@ -91,7 +91,6 @@ class StoredSessions:
         self._changes += 1
         if self.stores:
             self._index.put(session, session.tokens[: session.rows], session.namespace)
-        self._left.pop(session, None)
         self._used.pop(session, None)
         self._used[session] = None
 
