@@ -180,6 +180,11 @@ class EngineStatistics(Protocol):
 class DeparturesFace(Protocol):
     """Sessions that leave memory for the disk."""
 
+    @property
+    def unsettled(self) -> bool:
+        """Whether sessions go to archives or come from them, and may leave afterwards."""
+        ...
+
     def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
         """From now on idle sessions of a namespace leave where somebody needs their memory.
 

@@ -28,7 +28,7 @@ import structlog
 from engine.archive.ahead import beside
 from engine.archive.directory import MANIFEST, Directory, said
 from engine.archive.reader import open_manifest
-from engine.errors import ArchiveRefused, BadSetting, ForebayError, NotAdmitted, QuotaExceeded, UnknownSession, shown
+from engine.errors import ArchiveRefused, BadSetting, ForebayError, NotAdmitted, QuotaExceeded, SessionBusy, UnknownSession, shown
 from engine.protocol import EngineFace, SessionId, SessionView
 from engine.retention import Retention, forget_age, read_age, write_age
 
@@ -138,7 +138,7 @@ class Shelf:
                 if self._quota_bytes:
                     self._check_quota(place, view.archive_bytes, await beside(partial(_bytes_of_each, self._path)))
                 await beside(partial(write_age, place, self._retention.given_s(session_id)))
-                await engine.export_session(session_id, place)
+                await _exported(engine, session_id, place)
             finally:
                 self._writing.pop(session_id, None)
             return await beside(partial(_settled, place, self._retention.last_use(session_id, view.used_at)))
@@ -159,7 +159,7 @@ class Shelf:
     async def restore(self, admitted: Callable[[], EngineFace], session_id: str) -> bool:
         """Bring a session back into the engine; returns whether it did: False where the engine holds it, or nothing of it is here.
 
-        Waits its turn, and for memory while running requests will give some back, at most half a minute.
+        Waits its turn, and for memory while running requests or other transfers will give some back, at most half a minute.
         Args: admitted: the engine as long as it takes requests; raises once it does not.
         Raises: ArchiveRefused, ArchiveFailed, NotAdmitted: nothing of it is held then. Cancel: likewise.
         """
@@ -186,7 +186,8 @@ class Shelf:
                 return await engine.import_session(place, namespace=self._namespace)
             except NotAdmitted as error:
                 counts = engine.statistics()
-                waits = error.retry_after_s is not None and counts.running + counts.waiting > 0
+                others = counts.running + counts.waiting > 0 or engine.departures.unsettled
+                waits = error.retry_after_s is not None and others
                 if not waits or asyncio.get_running_loop().time() >= until:
                     raise
             await asyncio.sleep(_AGAIN_S)
@@ -229,6 +230,19 @@ class Shelf:
                     left.pop(0)
         except TimeoutError:
             _log.warning("sessions.not_archived", sessions=len(left), advice="raise --drain-timeout")
+
+
+async def _exported(engine: EngineFace, session_id: SessionId, place: Path) -> None:
+    """Export, once an export that goes on has ended: another caller's, or of a session that leaves to make room."""
+    while True:
+        try:
+            await engine.export_session(session_id, place)
+            return
+        except SessionBusy:
+            view = engine.sessions.get(session_id)
+            if view is None or view.phase != "exporting":
+                raise
+        await asyncio.sleep(_AGAIN_S)
 
 
 @contextmanager

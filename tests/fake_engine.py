@@ -192,6 +192,10 @@ class FakeEngine:
     def departures(self) -> "FakeEngine":
         return self
 
+    @property
+    def unsettled(self) -> bool:
+        return False
+
     def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
         self.archiver = archive
 

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from engine.archive import writer
 from engine.config import EngineConfig, ServerConfig
 from engine.engine import Engine
+from engine.errors import NotAdmitted
 from engine.retention import Retention, read_age, write_age
 from engine.service import Service
 from engine.shelf import open_shelf
@@ -107,6 +109,40 @@ async def test_two_imports_at_once_with_room_for_one(tmp_path: Path) -> None:
             for each in made * 2:
                 group.create_task(call(client, "POST", "/v1/completions", turn("x", session={"id": each}, max_tokens=2)))
         assert [(await call(client, "GET", f"/v1/sessions/{each}"))["revision"] for each in made] == [3, 3]
+
+
+async def test_a_restore_waits_for_an_export_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the session that has the room is exported, and so cannot leave, a restore waits; then that one leaves, and it is served."""
+    config, real, may_write = await room_for(1.5), writer.write_all, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert may_write.wait(60)
+        real(*arguments)
+
+    async with kept(tmp_path, config) as (_, engine, client):
+        away = await begun(client, LONG)
+        await call(client, "POST", f"/v1/sessions/{away}/archive")
+        held = await begun(client, LONG)
+        take, refused = engine._archives.take, asyncio.Event()
+
+        async def watched(*arguments: Any) -> Any:
+            try:
+                return await take(*arguments)
+            except NotAdmitted:
+                refused.set()
+                raise
+
+        monkeypatch.setattr(writer, "write_all", slow)
+        monkeypatch.setattr(engine._archives, "take", watched)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            for _ in range(2):  # the second comes behind the first
+                group.create_task(call(client, "POST", f"/v1/sessions/{held}/export"))
+            while not engine.departures.unsettled:  # noqa: ASYNC110 - a count
+                await asyncio.sleep(0.001)
+            group.create_task(call(client, "POST", "/v1/sessions/import", {"id": away}))
+            await refused.wait()
+            may_write.set()
+        assert await states(client) == {away: "ready", held: "archived"}
 
 
 async def test_a_session_told_to_leave(tmp_path: Path) -> None:
