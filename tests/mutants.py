@@ -32,10 +32,10 @@ from memory.copyback import Copyback, copy_bytes
 from memory.counts import RowCounts
 from memory.host import HostBuffer
 from memory.hot import HotCache
-from memory.image import Loading
 from memory.offload import OffloadSession
 from memory.operations import Operations
 from memory.ring import RING_ROWS, AppendRing
+from memory.session import Holdings
 from streams.queued import QueuedStream
 
 __all__ = ["MUTANTS"]
@@ -349,7 +349,16 @@ def exported_before_the_barrier() -> None:
 
 def restored_without_its_keys() -> None:
     """A loaded session has its rows and not the pages of its index keys."""
-    Loading._keys_moves = lambda self, first, sources: []  # type: ignore[method-assign]
+    memory.image.key_moves = lambda table, first, blocks: []  # type: ignore[attr-defined]
+
+
+def woken_without_its_keys() -> None:
+    """A session that gave up pages of keys gets them back empty."""
+
+    def skipped(self: Holdings, first: int, stream: Any) -> None:
+        self.keys_shed = False
+
+    Holdings._fill_pages = skipped  # type: ignore[method-assign]
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
@@ -362,6 +371,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
         copyback_hook_skipped, raise_jumps_over_a_lost_copy, snapshot_inside_a_block, deep_cut_keeps_the_maps, shared_block_written_again,
         failed_registration_keeps_memory, cut_not_told_to_the_device, exported_before_the_barrier, restored_without_its_keys,
         slot_map_not_cleared_on_fork, source_freed_under_its_fork, fork_behind_a_fork_that_failed, chunk_looks_for_rows_in_flight_in_ram,
-        rows_of_another_name_reused, reused_past_the_known_hidden_states,
+        rows_of_another_name_reused, reused_past_the_known_hidden_states, woken_without_its_keys,
     )
 }  # fmt: skip

@@ -168,6 +168,8 @@ class _Family:
             assert self._held() == before, "a fork that was refused left a trace"
         else:
             self._begin(made, moves=rng.choice((2, 3)))
+            if rng.random() < 0.4:
+                self._fork(made)  # whose own rows have not come yet
 
     def _held(self) -> tuple[object, ...]:
         ground = self.ground
@@ -201,6 +203,7 @@ class _Family:
             await session.operations.settle()
         if not self._scarce:
             self.ground.placement.grow(session, _TOKENS_MAX)
+            await life.decode(min(_TOKENS_MAX - len(life.salts), self._rng.choice((0, 2, 8))), each=2)  # its keys come back for that
 
     def _hold(self, life: Life) -> None:
         """Some of what is in flight is late, by some rounds of the loop."""
@@ -260,6 +263,31 @@ async def forks(scene: Scene) -> None:
     await family.end()
 
 
+async def lost_fork(scene: Scene) -> None:
+    """The copy of a fork, or a cut of it, fails: who was forked from there meanwhile is broken too, and who was not has all its rows."""
+    rng, ground = scene.rng, Ground(scene, resident=scene.rng.random() < 0.3)
+    one = Life(ground, "one", _TOKENS_MAX)
+    await one.append(rng.choice((130, 200)))
+    await one.decode(rng.choice((0, 30, 66)), each=32)
+    two = one.fork("two", rng.randrange(70, len(one.salts) + 1), _TOKENS_MAX)
+    lives = [one, two, one.fork("three", rng.randrange(1, len(one.salts) + 1), _TOKENS_MAX)]
+    await rounds(rng.choice((0, 0, 1)))
+    if rng.random() < 0.5 and two.session.operations.broken is None:
+        _cut(two, rng.randrange(66, len(two.salts)))
+    if two.session.operations.broken is None:
+        lives.append(two.fork("four", rng.randrange(1, len(two.salts) + 1), _TOKENS_MAX))
+    for life in lives:
+        await life.session.operations.settle()
+        if life.session.operations.broken is None:
+            life.check()
+    for life in lives:
+        if life.session.operations.broken is None:
+            life.session.close()
+        else:
+            await wreck(life)
+    assert one.session.operations.broken is None, "a fork broke the session that it was forked from"
+
+
 def _late(rng: random.Random) -> tuple[Fault, ...]:
     """Forks and copies complete when nothing else can."""
     return tuple(Fault(rng.choice(("fork", "copyback", "copyback", "truncate")), nth, "delay") for nth in range(rng.choice((2, 4))))
@@ -268,11 +296,12 @@ def _late(rng: random.Random) -> tuple[Fault, ...]:
 def _any_failure(rng: random.Random) -> tuple[Fault, ...]:
     """What a fork stands on fails, or what its source goes on with."""
     labels = ("fork", "fork", "copyback", "copyback", "mirrored", "truncate", "append tail", "append raised", "tables", "keys", "layer.*")
-    return tuple(Fault(rng.choice(labels), rng.randrange(6), rng.choice(("fail", "fail", "delay"))) for _ in range(rng.choice((1, 2))))
+    return tuple(Fault(rng.choice(labels), rng.randrange(4), rng.choice(("fail", "fail", "delay"))) for _ in range(rng.choice((1, 2))))
 
 
 FORKS = (
     Scenario("forks", forks, weight=5),
     Scenario("forks with late copies", forks, _late),
     Scenario("forks with failures", forks, _any_failure, weight=5),
+    Scenario("lost fork", lost_fork, lambda rng: (Fault(rng.choice(("fork", "fork", "truncate"))),), weight=3),
 )

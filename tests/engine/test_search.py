@@ -27,7 +27,7 @@ THEMES = {  # what the search is for, and which scenarios look for it
     "decode, copyback and truncation": ("decode", "stop", "late copies", "life", "company", "life with late copies"),
     "a prompt is read while others decode": ("append", "chunks", "a chunk beside its own copies"),
     "sessions that share blocks": ("sharing", "prefixes", "prefixes, late", "prefixes with failures"),
-    "forks": ("fork", "fork, late", "fork with failures", "forks", "forks with late copies", "forks with failures"),
+    "forks": ("fork", "fork, late", "fork with failures", "forks", "forks with late copies", "forks with failures", "lost fork"),
     "cancellation anywhere": ("cancel", "failures and cancels", "waiters"),
     "cancellation at each await": (
         "each await of a client",
