@@ -272,10 +272,11 @@ async def lost_fork(scene: Scene) -> None:
     two = one.fork("two", rng.randrange(70, len(one.salts) + 1), _TOKENS_MAX)
     lives = [one, two, one.fork("three", rng.randrange(1, len(one.salts) + 1), _TOKENS_MAX)]
     await rounds(rng.choice((0, 0, 1)))
-    if rng.random() < 0.5 and two.session.operations.broken is None:
+    if '"truncate"' in scene.notes["faults"] and two.session.operations.broken is None:
         _cut(two, rng.randrange(66, len(two.salts)))
     if two.session.operations.broken is None:
-        lives.append(two.fork("four", rng.randrange(1, len(two.salts) + 1), _TOKENS_MAX))
+        rows = len(two.salts)
+        lives.append(two.fork("four", rng.choice((rows, rows, rng.randrange(1, rows + 1))), _TOKENS_MAX))
     for life in lives:
         await life.session.operations.settle()
         if life.session.operations.broken is None:
