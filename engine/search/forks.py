@@ -114,7 +114,7 @@ class _Family:
     async def _move(self, life: Life, move: str) -> None:
         rng, session = self._rng, life.session
         left = _TOKENS_MAX - len(life.salts)
-        if move in ("decode", "ahead", "append") and not await self._admitted(life):
+        if move in ("decode", "ahead", "append", "rollback") and not await self._admitted(life):
             return
         if move == "decode":
             await life.decode(min(left, rng.choice((1, 5, 31, 64, 70))), each=rng.choice((4, 32)))
