@@ -31,7 +31,7 @@ from kernels.gather import Unwritten, find_new
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import ScoreRoom, select_places
+from kernels.selection import select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
@@ -86,7 +86,7 @@ class DecodeStep:
         self._new_at = integers(
             count, rows
         )  # of the step's own rows in the picks of the group's second layer; further layers lie behind it
-        self._scores = None if device.type == "cpu" else ScoreRoom.empty(count, positions_max, device)
+        self._scores = None if device.type == "cpu" else torch.zeros((count, positions_max), device=device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
         self._steps = 0

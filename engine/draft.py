@@ -32,7 +32,7 @@ from kernels.layout import TableField
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import ScoreRoom, select_places
+from kernels.selection import select_places
 from kernels.sparse_mla import sparse_mla_packed
 from kernels.verify import keep_drafts
 from memory.rounds import Picked, Query
@@ -59,7 +59,7 @@ class Judged:
     samples: Tensor
     accepted: Tensor
     mirrored: Tensor
-    scores: ScoreRoom | None
+    scores: Tensor | None
 
 
 class Drafter:

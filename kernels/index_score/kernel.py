@@ -2,13 +2,12 @@
 
 One kernel body behind two forms: rows of a step, each place over its own pages and its own length (`score_places`), and rows that share
 one list of pages (`index_scores`). Programs walk blocks of 64 keys with a stride, so a grid made for the longest history costs a short
-one nothing. The first form also begins the selection: it counts first digits (`kernels/select`) while scores are at hand, says which
-positions each row may choose, and zeroes what the selection's next launch counts in.
+one nothing.
 
 Invariants:
 1. A score is one chain of products over the width, then a sum over one row's heads of a fixed shape: how many rows stand beside it in the
    product of a program, and how many programs there are, changes no bit.
-2. A column depends on its own key only; columns past a row's last key are neither written nor counted (`score_places`).
+2. A column depends on its own key only; columns past a row's last key are not written (`score_places`).
 3. relu keeps NaN. Factors are applied to the head weights in the reference's order.
 
 Floor: 256 B a key, 62 us for 1,048,576 keys at 4.3 TB/s; 8.6 GFLOP a row, so products must run in the matrix units (bf16 by bf16):
@@ -23,8 +22,6 @@ from torch import Tensor
 
 from kernels.layout import PAGE_KEYS, KeyLayout, TableField
 from kernels.linear.kernel import dot_exact
-from kernels.select.kernel import count_digits
-from kernels.select.room import COUNTS, SECOND_AT
 
 __all__ = ["index_scores", "score_places"]
 
@@ -39,8 +36,6 @@ PAGE = tl.constexpr(PAGE_KEYS)
 ROWS = tl.constexpr(TableField.ROWS)
 PAGES = tl.constexpr(TableField.PAGES)
 PAGES_MAX = tl.constexpr(TableField.PAGES_MAX)
-_COUNTS = tl.constexpr(COUNTS)
-_SECOND_AT = tl.constexpr(SECOND_AT)
 
 
 @triton.jit
@@ -55,26 +50,10 @@ def _place_rows(place_of, positions, rows, place, numbers, ROWS_BLOCK: tl.conste
 
 
 @triton.jit
-def _begin_selections(table, place_of, positions, counts, ranges, rows, begin, FIELDS: tl.constexpr):
-    """What a row may choose, and zeroes where its second digits are counted: a row a program, from the last one down."""
-    row = (tl.num_programs(0) * tl.num_programs(1) - 1 - tl.program_id(1) * tl.num_programs(0) - tl.program_id(0)).to(tl.int64)
-    zeroed = tl.arange(0, _SECOND_AT)  # as many second digits as first ones, and the scalars behind them
-    scalar = tl.arange(0, 16)
-    while row < rows:
-        place = tl.load(place_of + row).to(tl.int64)
-        live = (place >= 0) & (tl.load(table + tl.maximum(place, 0) * FIELDS + ROWS) > 0)
-        tl.store(ranges + row, row * 0 + begin)
-        tl.store(ranges + rows + row, tl.where(live, tl.load(positions + row) + 1, 0))
-        tl.store(counts + row * _COUNTS + _SECOND_AT + zeroed, tl.zeros([_SECOND_AT], tl.int32))
-        tl.store(counts + row * _COUNTS + 2 * _SECOND_AT + scalar, tl.zeros([16], tl.int32))
-        row += tl.num_programs(0) * tl.num_programs(1)
-
-
-@triton.jit
-def _score(table, pages, keys, place_of, positions, query, head_weights, out, counts, ranges, rows, group, begin, q_row, q_head, q_value,
-           w_row, w_head, out_row, WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr, KEYS_LOADED: tl.constexpr,
-           ROWS_BLOCK: tl.constexpr, GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr,
-           HEADS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, HEADS_FACTOR: tl.constexpr,
+def _score(table, pages, keys, place_of, positions, query, head_weights, out, rows, group, q_row, q_head, q_value, w_row, w_head, out_row,
+           WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr, KEYS_LOADED: tl.constexpr, ROWS_BLOCK: tl.constexpr,
+           GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+           WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, HEADS_FACTOR: tl.constexpr,
            WIDTH_FACTOR: tl.constexpr):  # fmt: skip
     owner = tl.program_id(1)  # a place, or a group of rows
     number = owner * GROUP_ROWS
@@ -86,7 +65,6 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, co
         mine = (tl.load(place_of + row, mask=row < rows, other=-1) == owner) & (tl.load(fields + ROWS) > 0)
         number, count = owner * 0, tl.sum(mine.to(tl.int32))
         from_pages = (tl.load(fields + PAGES) + group * tl.load(fields + PAGES_MAX) * 8).to(INT64)
-        _begin_selections(table, place_of, positions, counts, ranges, rows, begin, FIELDS)
     elif KEYS_LOADED:
         keys = (tl.load(keys).to(tl.int64) + PAGE - 1) // PAGE * PAGE
     kind: tl.constexpr = tl.pointer_type(tl.float32) if WIDE else tl.pointer_type(tl.bfloat16)
@@ -117,10 +95,7 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, co
             score = tl.where(product < 0.0, 0.0, product) * weights[None, :]
             score = tl.sum(tl.reshape(score, [BLOCK, GROUP_ROWS, HEADS_BLOCK]), 2)
             column = block.to(tl.int64) * BLOCK + place_in_block
-            seen = column[:, None] < end[None, :]
-            tl.store(out + which[None, :] * out_row + column[:, None], score, mask=seen)
-            if PLACES:
-                count_digits(score, counts + which[None, :] * _COUNTS, seen & (column >= begin)[:, None])
+            tl.store(out + which[None, :] * out_row + column[:, None], score, mask=column[:, None] < end[None, :])
         number += GROUP_ROWS
 
 
@@ -153,25 +128,22 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
     owners = triton.cdiv(rows, group_rows)
     shapes = _shapes(query, head_weights, layout, owners, min(out.shape[1], pages.shape[0] * PAGE_KEYS), group_rows)
     _score[(shapes["WORKERS"], owners)](
-        pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, pages, pages,
-        rows, 0, 0, out_row=out.stride(0), FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
+        pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, rows, 0,
+        out_row=out.stride(0), FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
     )  # fmt: skip
 
 
 def score_places(
-    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout, first: int,
-    out: Tensor, ranges: Tensor, counts: Tensor,
-) -> None:  # fmt: skip
-    """Score keys 0 .. position of each row's session, reached through the step table, and begin the selection among `first .. position`.
+    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout, out: Tensor
+) -> None:
+    """Score keys 0 .. position of each row's session, reached through the step table; columns past them are left alone.
 
     table         [places, fields]   int64    device
     place_of      [T]                int32    device  rows of a place in any order; rows of free places and -1 write nothing
     positions     [T]                int64    device
     query         [T, heads, width]  float    device  any strides
     head_weights  [T, heads]         float32  device  unscaled
-    out           [T, columns]       float32  device  columns above every position; past a row's position they are left alone
-    ranges        [2, T]             int64    device  written: first and one past the last position that a row may choose
-    counts        [>= T, COUNTS]     int32    device  `SelectRoom.counts`: first digits of those positions are added, the rest is zeroed
+    out           [T, columns]       float32  device  columns above every position
     """
     rows, places = query.shape[0], table.shape[0]
     if rows == 0:
@@ -179,8 +151,8 @@ def score_places(
     group_rows = _group_rows(triton.cdiv(rows, places))
     shapes = _shapes(query, head_weights, layout, places, out.shape[1], group_rows)
     _score[(shapes["WORKERS"], places)](
-        table, table, 0, place_of, positions, query, head_weights, out, counts, ranges, rows, group, first, out_row=out.stride(0),
-        FIELDS=table.shape[1], PLACES=True, KEYS_LOADED=False, ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
+        table, table, 0, place_of, positions, query, head_weights, out, rows, group, out_row=out.stride(0), FIELDS=table.shape[1],
+        PLACES=True, KEYS_LOADED=False, ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
     )  # fmt: skip
 
 
@@ -189,9 +161,8 @@ def _case(rows: int, query: str, keys: str) -> dict[str, object]:
     shapes = _shapes(torch.empty((rows, 32, 128), device="meta"), torch.empty((rows, 32), device="meta"), layout, 1, 1 << 20, rows)
     return shapes | {
         "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": query, "head_weights": "*fp32",
-        "out": "*fp32", "counts": "*i32", "ranges": "*i64", "rows": "i32", "group": "i32", "begin": "i32",
-        "out_row": 1 << 20, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False, "ROWS_BLOCK": rows,
-        "num_stages": {"cuda": STAGES, "hip": _HIP_STAGES},
+        "out": "*fp32", "rows": "i32", "group": "i32", "out_row": 1 << 20, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
+        "ROWS_BLOCK": rows, "num_stages": {"cuda": STAGES, "hip": _HIP_STAGES},
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.linear import bulk
 from kernels.linear.kernel import linear_parts
 from kernels.place import BULK_ROWS
-from kernels.select.cuts import rank_of
+from kernels.select.kernel import rank_of
 
 __all__ = ["route"]
 

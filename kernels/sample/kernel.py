@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.select.cuts import cut_of, find_cuts, rank_of
-from kernels.select.kernel import select
+from kernels.select.kernel import cut_of, find_cuts, rank_of, select
 
 __all__ = ["count_token", "sample", "top_logprobs"]
 
@@ -260,7 +259,7 @@ def sample(
         seeds if biases is None else biases, values, tops, BEFORE=uncounted, BIASED=biases is not None, **shapes, enable_fp_fusion=False,
     )  # fmt: skip
     _scale[grid](parameters, values, tops, ranges[1], ranges[2], **blocks)
-    states, counts = find_cuts(values, ranges[0], ranges[1], ranges[2])
+    states, counts = find_cuts(values, ranges[0], ranges[1], 0, ranges[2])
     prefixes = torch.empty((rows, _MASS_PASSES), dtype=torch.int32, device=device)
     wanteds = torch.empty((rows, _MASS_PASSES), dtype=torch.float64, device=device)
     masses = torch.empty((rows, _MASS_PASSES, chunks, 16), dtype=torch.float64, device=device)

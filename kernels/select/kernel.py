@@ -1,260 +1,155 @@
-"""The selection on a device: the k-th best score (the cut) digit by digit, and every chosen position straight to its place.
+"""The selection on a device: a radix search for the k-th best score, then every chosen position straight to its place.
 
-Three launches over chunks of positions. `_count` counts first digits; `_narrow` finds the cut's first digit from the counts, tallies scores
-above it in each chunk, and lists the scores that have it (the candidates) while it counts their second digits; `_write` finds the rest of
-the cut among the candidates, which are few, and writes positions. A chunk knows how many places earlier chunks take: their tallies, and
-the candidates at lower positions. So the result is ascending without a sort. The scoring of a step counts first digits itself
-(`kernels/index_score`), and two launches are left.
-
-Digits. A score is an ordered integer (`cuts.order_of`). The first of 4,096 digits is its sign, five bits of exponent, and six of the
-fraction: 32 octaves from 2^-18 on, cut in 64 each. Some hundreds of scores share the cut's digit wherever scores spread over an octave, and
-few atomics meet at one counter. The other 17 bits are a digit of 12 and one of 5. What is smaller (the middle), larger or NaN falls into a
-digit that holds more than 2^17 integers: where the cut lies in such a one, its bits are found 8 at a time. The middle, where equal scores
-are likeliest, is not counted: it has what the others leave.
+A score becomes an order-preserving unsigned 32-bit rank. Four launches find the rank of the k-th best (the cut), 8 bits each: programs
+over chunks of 4,096 positions count digits among ranks that share the digits found so far. One launch tallies each chunk's ranks above
+and at the cut, one writes positions: a chunk knows how many places earlier chunks took, so the result is ascending without a sort.
 
 Invariants:
-1. Comparisons and integer sums only (integer atomics on counts and on the list's length), so the result is exact and free of order: the
-   list's order is that of arrival, and only sums over it are used.
-2. NaN ranks below -inf; -0.0 as 0.0. Ties at the cut are taken from the lowest position up.
+1. Comparisons and integer sums only (integer atomics on the digit counts), so the result is exact and free of order.
+2. NaN has rank 0, below -inf; -0.0 has the rank of 0.0; ties at the cut are taken from the lowest position up.
 3. Memory of the buffer is read also outside a row's range (whole 16-byte words then), and told apart after that.
-4. Grids follow from the buffer's shape; ranges are read on the device, and a chunk outside its row's range ends at once.
-5. Counts of first digits are zero between selections: `_write`, which no longer needs them, zeroes them.
-6. A row with more candidates than the list holds (heavy ties) reads its scores in place of the list: slower, and the same result.
+4. Grids follow from the buffer's shape; ranges and limits are read on the device, and a chunk outside its row's range ends at once.
 
-Refused: `tl.histogram` in place of atomics a score. It compares every score with every digit, and 256 digits leave four launches.
+Bytes at 1,048,576 scores: 4 MiB six times, from L2 (just written by the scoring): 1 us each at 5 TB/s; 256 programs, one load each in
+flight before its use. A digit of 8 bits keeps a histogram at 8 counters a lane; 11 bits would save one launch and count 64 a lane.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.select.cuts import order_of
-from kernels.select.room import COUNTS, DIGIT_AT, DIGITS, LISTED_AT, SECOND_AT, WANTED_AT, SelectRoom
-
-__all__ = ["CHUNK", "count", "count_digits", "narrow_and_write", "select"]
+__all__ = ["CHUNK", "cut_of", "find_cuts", "rank_of", "select", "taken_of", "tally"]
 
 CHUNK = 2048
 WARPS = 4
-CANDIDATES_TILE = 1024
-_COUNTS = tl.constexpr(COUNTS)
-_DIGIT_AT = tl.constexpr(DIGIT_AT)
-_DIGITS = tl.constexpr(DIGITS)
-_LISTED_AT = tl.constexpr(LISTED_AT)
-_SECOND_AT = tl.constexpr(SECOND_AT)
-_WANTED_AT = tl.constexpr(WANTED_AT)
-_SIDE = tl.constexpr(64)  # digits in as many groups of as many
-_MIDDLE = tl.constexpr(DIGITS // 2)
-_STEP = tl.constexpr(17)  # bits below the first digit
-_LEAST = tl.constexpr((127 - 18) << 23)  # the integer of 2^-18, where digits begin
-_TOP = tl.constexpr(-(2**31))  # turns an ordered integer into an unsigned one
+_DIGITS = 256
+_PASSES = 4
 
 
 @triton.jit
-def _first_digit(order):
-    """First digits of ordered integers."""
-    size = tl.where(order < 0, -1 - order, order)
-    step = tl.minimum(tl.maximum(size - _LEAST, 0) >> _STEP, _MIDDLE - 1)
-    return tl.where(order < 0, tl.where(step > 0, _MIDDLE - 1 - step, _MIDDLE), _MIDDLE + step)
+def rank_of(score):
+    """Unsigned 32-bit rank of float32 scores, in their order."""
+    bits = score.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    rank = tl.where((bits >> 31 != 0) & (size != 0), bits ^ 0xFFFFFFFF, size | 0x80000000)
+    return tl.where(size > 0x7F800000, 0, rank).to(tl.uint32)
 
 
 @triton.jit
-def _is_wide(digit):
-    """Whether a first digit holds more than 2^17 integers."""
-    return (digit == 0) | (digit == _MIDDLE) | (digit == _DIGITS - 1)
+def _narrowed(digit_counts, prefix, wanted, SHIFT: tl.constexpr):
+    """Add a digit to the cut: the largest one that leaves at least `wanted` ranks at or above it, else 0."""
+    digit = tl.arange(0, 256)
+    count = tl.load(digit_counts + digit)
+    at_least = tl.sum(count) - tl.cumsum(count) + count
+    chosen = tl.max(tl.where(at_least >= wanted, digit, 0))
+    above = tl.sum(tl.where(digit > chosen, count, 0))
+    return prefix | (chosen.to(tl.uint32) << SHIFT), wanted - above
 
 
 @triton.jit
-def _below(digit):
-    """The least integer of a first digit that is not wide."""
-    return tl.where(digit > _MIDDLE, _LEAST + ((digit - _MIDDLE) << _STEP), -_LEAST - ((_MIDDLE - digit) << _STEP))
+def cut_of(states, counts, row):
+    """A row's cut (its k-th best rank) and how many ranks equal to it are taken."""
+    prefix = tl.load(states + row * 8 + 6).to(tl.uint32)
+    return _narrowed(counts + row * 1024 + 768, prefix, tl.load(states + row * 8 + 7), 0)
 
 
 @triton.jit
-def count_digits(score, counts, inside):
-    """Count first digits of scores at `counts` (of their rows), where `inside`; not the middle."""
-    digit = _first_digit(order_of(score))
-    tl.atomic_add(counts + digit, 1, mask=inside & (digit != _MIDDLE), sem="relaxed")
+def _count(
+    scores, stride, columns, first, last, limits, limit, states, counts, PASS: tl.constexpr, PER_ROW: tl.constexpr, CHUNK: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    shift: tl.constexpr = 24 - 8 * PASS
+    prefix = tl.full([], 0, tl.uint32)
+    wanted = tl.load(limits + row).to(tl.int32) if PER_ROW else limit
+    if PASS > 0:
+        if PASS > 1:
+            prefix = tl.load(states + row * 8 + 2 * (PASS - 1)).to(tl.uint32)
+            wanted = tl.load(states + row * 8 + 2 * (PASS - 1) + 1)
+        prefix, wanted = _narrowed(counts + row * 1024 + (PASS - 1) * 256, prefix, wanted, shift + 8)
+        if chunk == 0:
+            tl.store(states + row * 8 + 2 * PASS, prefix.to(tl.int32, bitcast=True))
+            tl.store(states + row * 8 + 2 * PASS + 1, wanted)
+    begin, end = tl.load(first + row), tl.load(last + row)
+    if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
+        position = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = (position >= begin) & (position < end)
+        rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
+        if PASS > 0:
+            inside = inside & (rank >> (shift + 8) == prefix >> (shift + 8))
+        found = tl.histogram(((rank >> shift) & 255).to(tl.int32), 256, mask=inside)
+        tl.atomic_add(counts + row * 1024 + PASS * 256 + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
 
 
 @triton.jit
-def _largest(digit, count, wanted):
-    """The largest digit that leaves at least `wanted` at or above it, else 0; how many are wanted of that digit."""
-    enough = tl.cumsum(count, 0, reverse=True) >= wanted  # of the digits from 0 to the one looked for
-    rest = tl.where(enough, tl.full([], 1, tl.int64) << 32, tl.where(digit > 0, count, 0).to(tl.int64))
-    rest = tl.sum(rest, 0)  # how many are enough, and what counts above them, in one reduction
-    return tl.maximum((rest >> 32).to(tl.int32) - 1, 0), wanted - (rest & 0xFFFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _largest_of(counts, total, wanted, INFERRED: tl.constexpr):
-    """`_largest` of 4,096 digits: first their group, then the digit in it. INFERRED: the middle has what others leave of `total`."""
-    side = tl.arange(0, _SIDE)
-    groups = tl.sum(tl.load(counts + side[:, None] * _SIDE + side[None, :]), 1)
-    middle = total * 0
-    if INFERRED:
-        middle = total - tl.sum(groups, 0)
-        groups += tl.where(side == _MIDDLE // _SIDE, middle, 0)
-    group, wanted = _largest(side, groups, wanted)
-    digit = group * _SIDE + side
-    digit_in_group, wanted = _largest(side, tl.load(counts + digit) + tl.where(digit == _MIDDLE, middle, 0), wanted)
-    return group * _SIDE + digit_in_group, wanted
-
-
-@triton.jit
-def _chunk_of(scores, stride, columns, row, chunk, begin, end, CHUNK: tl.constexpr):
-    """Positions of a chunk, which of them lie in the row's range, and their scores."""
-    position = chunk * CHUNK + tl.arange(0, CHUNK)
-    score = tl.load(scores + row * stride + position, mask=position < columns, other=0.0)
-    return position, (position >= begin) & (position < end), score
-
-
-@triton.jit
-def _count(scores, stride, columns, first, last, counts, CHUNK: tl.constexpr):
+def tally(scores, stride, columns, first, last, states, counts, tallies, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """Ranks above and at the cut in each chunk of a row's range: `tallies` [rows, CHUNKS, 2]."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(first + row), tl.load(last + row)
     if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
-        _, inside, score = _chunk_of(scores, stride, columns, row, chunk, begin, end, CHUNK)
-        count_digits(score, counts + row * _COUNTS, inside)
+        cut, _ = cut_of(states, counts, row)
+        position = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = (position >= begin) & (position < end)
+        rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
+        to_tally = tallies + (row * CHUNKS + chunk) * 2
+        tl.store(to_tally, tl.sum((inside & (rank > cut)).to(tl.int32)))
+        tl.store(to_tally + 1, tl.sum((inside & (rank == cut)).to(tl.int32)))
 
 
 @triton.jit
-def _narrow(scores, stride, columns, first, last, limit, counts, tallies, candidates, chunks, listed_max, CHUNK: tl.constexpr):
+def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Which of a chunk's ranks are among the best, and how many of the row's come before each."""
+    earlier = tl.arange(0, CHUNKS_BLOCK)
+    counted = (earlier < chunk) & (earlier >= begin // CHUNK)
+    from_tally = tallies + (row * CHUNKS + earlier) * 2
+    above_before = tl.sum(tl.load(from_tally, mask=counted, other=0))
+    equal_before = tl.sum(tl.load(from_tally + 1, mask=counted, other=0))
+    above = (inside & (rank > cut)).to(tl.int32)
+    equal = (inside & (rank == cut)).to(tl.int32)
+    both = above | (equal << 16)  # one prefix sum for two counts of at most 4,096
+    before = tl.cumsum(both) - both
+    equal_rank = equal_before + (before >> 16)
+    taken = (above > 0) | ((equal > 0) & (equal_rank < equals))
+    return taken, above_before + (before & 0xFFFF) + tl.minimum(equal_rank, equals)
+
+
+@triton.jit
+def _write(scores, stride, columns, first, last, limit, states, counts, tallies, out, out_stride, CHUNKS: tl.constexpr,
+           CHUNKS_BLOCK: tl.constexpr, PICKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    begin, end = tl.maximum(tl.load(first + row), 0), tl.load(last + row)
-    if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
-        position, inside, score = _chunk_of(scores, stride, columns, row, chunk, begin, end, CHUNK)
-        of_row = counts + row * _COUNTS
-        digit, wanted = _largest_of(of_row, (end - begin).to(tl.int32), limit, True)
-        if chunk == begin // CHUNK:
-            tl.store(of_row + _DIGIT_AT, digit)
-            tl.store(of_row + _WANTED_AT, wanted)
-        order = order_of(score)
-        found = _first_digit(order)
-        candidate = inside & (found == digit)
-        both = candidate.to(tl.int32) + ((inside & (found > digit)).to(tl.int32) << 16)  # two counts of at most CHUNK each
-        listed = tl.cumsum(candidate.to(tl.int32), 0)
-        both = tl.sum(both, 0)
-        tl.store(tallies + row * chunks + chunk, both >> 16)
-        second = (order - _below(digit)) >> 5
-        tl.atomic_add(of_row + _SECOND_AT + second, 1, mask=candidate & ~_is_wide(digit), sem="relaxed")
-        at = tl.atomic_add(of_row + _LISTED_AT, both & 0xFFFF, sem="relaxed") + listed - 1
-        to = candidates + row * 2 * listed_max
-        tl.store(to + at, order, mask=candidate & (at < listed_max))
-        tl.store(to + listed_max + at, position, mask=candidate & (at < listed_max))
-
-
-@triton.jit
-def _candidates(scores, stride, row, candidates, at, end, digit, whole, listed_max):
-    """Ordered integers and positions of candidates at these places of the list, or of the row itself; and which are there."""
-    there = at < end
-    listed = candidates + row * 2 * listed_max + at
-    score = tl.load(scores + row * stride + at, mask=there & whole, other=0.0)
-    order = tl.where(whole, order_of(score), tl.load(listed, mask=there & ~whole, other=0))
-    position = tl.where(whole, at, tl.load(listed + listed_max, mask=there & ~whole, other=0))
-    return order, position, there & (_first_digit(order) == digit)
-
-
-@triton.jit
-def _cut_in(scores, stride, row, candidates, start, until, digit, whole, listed_max, second, wanted, TILE: tl.constexpr):
-    """The cut and how many equal to it are taken: the last 5 bits of a digit that is not wide."""
-    base = _below(digit) + (second << 5)
-    counted = tl.zeros([32], tl.int32)
-    while start < until:
-        order, _, there = _candidates(scores, stride, row, candidates, start + tl.arange(0, TILE), until, digit, whole, listed_max)
-        counted += tl.histogram(order & 31, 32, mask=there & ((order - base) >> 5 == 0))
-        start += TILE
-    third, equals = _largest(tl.arange(0, 32), counted, wanted)
-    return base + third, equals
-
-
-@triton.jit
-def _cut_in_wide(scores, stride, row, candidates, start, until, digit, whole, listed_max, wanted, TILE: tl.constexpr):
-    """The cut and how many equal to it are taken, in a wide digit: 8 bits at a time."""
-    cut = wanted * 0
-    for number in tl.static_range(4):
-        place = start
-        counted = tl.zeros([256], tl.int32)
-        while place < until:
-            order, _, there = _candidates(scores, stride, row, candidates, place + tl.arange(0, TILE), until, digit, whole, listed_max)
-            rank = (order ^ _TOP).to(tl.int64) & 0xFFFFFFFF
-            if number > 0:
-                there = there & (rank >> (32 - 8 * number) == (cut.to(tl.int64) & 0xFFFFFFFF) >> (32 - 8 * number))
-            counted += tl.histogram((rank >> (24 - 8 * number) & 255).to(tl.int32), 256, mask=there)
-            place += TILE
-        found, wanted = _largest(tl.arange(0, 256), counted, wanted)
-        cut = cut | (found << (24 - 8 * number))
-    return cut ^ _TOP, wanted
-
-
-@triton.jit
-def _write(scores, stride, columns, first, last, limit, counts, tallies, candidates, out, out_stride, chunks, listed_max,
-           CHUNKS_BLOCK: tl.constexpr, PICKS_BLOCK: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    begin, end = tl.maximum(tl.load(first + row), 0), tl.load(last + row)
-    of_row = counts + row * _COUNTS
+    begin, end = tl.load(first + row), tl.load(last + row)
     if chunk == 0:
         pick = tl.arange(0, PICKS_BLOCK)
-        unused = (pick < limit) & (pick >= end - begin)
-        tl.store(out + row * out_stride + pick, tl.full([PICKS_BLOCK], -1, tl.int32), mask=unused)
-        tl.store(of_row + tl.arange(0, _DIGITS), tl.zeros([_DIGITS], tl.int32))
+        tl.store(
+            out + row * out_stride + pick, tl.full([PICKS_BLOCK], -1, tl.int32), mask=(pick < limit) & (pick >= end - tl.maximum(begin, 0))
+        )
     if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
-        position, inside, score = _chunk_of(scores, stride, columns, row, chunk, begin, end, CHUNK)
-        earlier = tl.arange(0, CHUNKS_BLOCK)
-        counted = (earlier < chunk) & (earlier >= begin // CHUNK)
-        sure = tl.sum(tl.load(tallies + row * chunks + earlier, mask=counted, other=0), 0)
-        digit, listed, wanted = tl.load(of_row + _DIGIT_AT), tl.load(of_row + _LISTED_AT), tl.load(of_row + _WANTED_AT)
-        whole = listed > listed_max
-        start = tl.where(whole, begin, 0).to(tl.int32)
-        until = tl.where(whole, end, listed).to(tl.int32)
-        if _is_wide(digit):
-            cut, equals = _cut_in_wide(scores, stride, row, candidates, start, until, digit, whole, listed_max, wanted, TILE)
-        else:
-            second, wanted = _largest_of(of_row + _SECOND_AT, wanted, wanted, False)
-            cut, equals = _cut_in(scores, stride, row, candidates, start, until, digit, whole, listed_max, second, wanted, TILE)
-        earlier_ones = tl.zeros([TILE], tl.int64)  # above the cut, and at it in the upper half
-        while start < until:
-            other, at, there = _candidates(scores, stride, row, candidates, start + tl.arange(0, TILE), until, digit, whole, listed_max)
-            there = there & (at < chunk * CHUNK)
-            earlier_ones += (there & (other > cut)).to(tl.int64) + ((there & (other == cut)).to(tl.int64) << 32)
-            start += TILE
-        order = order_of(score)
-        above = (inside & (order > cut)).to(tl.int32)
-        equal = (inside & (order == cut)).to(tl.int32)
-        both = above | (equal << 16)  # one prefix sum for two counts of at most CHUNK each
-        before = tl.cumsum(both, 0) - both
-        found_before = tl.sum(earlier_ones, 0)
-        equal_rank = (found_before >> 32).to(tl.int32) + (before >> 16)
-        taken = (above > 0) | ((equal > 0) & (equal_rank < equals))
-        place = sure + (found_before & 0xFFFFFFFF).to(tl.int32) + (before & 0xFFFF) + tl.minimum(equal_rank, equals)
+        cut, equals = cut_of(states, counts, row)
+        position = chunk * CHUNK + tl.arange(0, CHUNK)
+        inside = (position >= begin) & (position < end)
+        rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
+        taken, place = taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS, CHUNKS_BLOCK, CHUNK)
         tl.store(out + row * out_stride + place, position, mask=taken)
 
 
-def narrow_and_write(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor, room: SelectRoom) -> None:
-    """The selection behind the count of first digits in `room.counts`, whose other values are zero. Two launches; capturable."""
-    rows, columns = scores.shape
-    chunks, stride, listed_max = triton.cdiv(columns, CHUNK), room.tallies.shape[1], room.candidates.shape[2]
-    assert room.counts.shape[0] >= rows, f"room for {room.counts.shape[0]} rows, not {rows}"
-    assert stride >= chunks, f"room for {stride} tallies a row, not {chunks}"
-    _narrow[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, k, room.counts, room.tallies, room.candidates, stride, listed_max, CHUNK=CHUNK,
-        num_warps=WARPS,
-    )  # fmt: skip
-    _write[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, k, room.counts, room.tallies, room.candidates, out, out.stride(0), stride,
-        listed_max, CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), TILE=CANDIDATES_TILE,
-        CHUNK=CHUNK, num_warps=WARPS,
-    )  # fmt: skip
+def find_cuts(scores: Tensor, first: Tensor, last: Tensor, limit: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Digits of each row's cut, for `cut_of`: states [rows, 4, 2] and counts [rows, 4, 256], int32.
 
-
-def count(scores: Tensor, first: Tensor, last: Tensor, room: SelectRoom) -> None:
-    """Count first digits into `room.counts`. One launch."""
+    scores  [rows, columns]  float32  values of a row side by side
+    limits  [rows]           int64    the k of each row in place of `limit`
+    """
     rows, columns = scores.shape
-    _count[(triton.cdiv(columns, CHUNK), rows)](
-        scores, scores.stride(0), columns, first, last, room.counts, CHUNK=CHUNK, num_warps=WARPS
-    )  # fmt: skip
+    states = torch.empty((rows, _PASSES, 2), dtype=torch.int32, device=scores.device)
+    counts = torch.zeros((rows, _PASSES, _DIGITS), dtype=torch.int32, device=scores.device)
+    for number in range(_PASSES):
+        _count[(triton.cdiv(columns, CHUNK), rows)](
+            scores, scores.stride(0), columns, first, last, first if limits is None else limits, limit, states, counts,
+            PASS=number, PER_ROW=limits is not None, CHUNK=CHUNK, num_warps=WARPS,
+        )  # fmt: skip
+    return states, counts
 
 
 def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> None:
@@ -265,9 +160,16 @@ def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> 
     if columns == 0:
         out.fill_(-1)
         return
-    room = SelectRoom.empty(rows, columns, scores.device)
-    count(scores, first, last, room)
-    narrow_and_write(scores, first, last, k, out, room)
+    states, counts = find_cuts(scores, first, last, k)
+    chunks = triton.cdiv(columns, CHUNK)
+    tallies = torch.empty((rows, chunks, 2), dtype=torch.int32, device=scores.device)
+    tally[(chunks, rows)](
+        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=CHUNK, num_warps=WARPS
+    )  # fmt: skip
+    _write[(chunks, rows)](
+        scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), CHUNKS=chunks,
+        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=CHUNK, num_warps=WARPS,
+    )  # fmt: skip
 
 
 _SCORES = {
@@ -276,10 +178,14 @@ _SCORES = {
     "columns": 1 << 20,
     "first": "*i64",
     "last": "*i64",
+    "states": "*i32",
     "counts": "*i32",
-    "CHUNK": CHUNK,
     "num_warps": WARPS,
 }
-_FOUND = _SCORES | {"limit": "i32", "tallies": "*i32", "candidates": "*i32", "chunks": "i32", "listed_max": "i32"}
-_OUT = {"out": "*i32", "out_stride": 2048, "CHUNKS_BLOCK": 512, "PICKS_BLOCK": 2048, "TILE": CANDIDATES_TILE}
-COMPILE = [(_count, _SCORES), (_narrow, _FOUND), (_write, _FOUND | _OUT)]
+_FOUND = _SCORES | {"tallies": "*i32", "CHUNKS": 256, "CHUNK": CHUNK}
+COMPILE = [
+    *((_count, _SCORES | {"limits": "*i64", "limit": "i32", "PASS": number, "PER_ROW": per_row, "CHUNK": CHUNK})
+      for number, per_row in ((0, True), (1, False), (3, False))),
+    (tally, _FOUND),
+    (_write, _FOUND | {"limit": "i32", "out": "*i32", "out_stride": 2048, "CHUNKS_BLOCK": 256, "PICKS_BLOCK": 2048}),
+]  # fmt: skip

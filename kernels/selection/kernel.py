@@ -1,4 +1,4 @@
-"""Selections of a decode step on a device: scores through the step table, then the choice; three launches, no value read by the host.
+"""Selections of a decode step on a device: scores through the step table, then the choice; eight launches, no value read by the host.
 
 Knows neither keys nor ranks; `kernels/index_score` and `kernels/select` do.
 
@@ -6,24 +6,50 @@ Invariant: a row's range comes from its position and its place on the device; th
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from kernels.index_score.kernel import score_places
-from kernels.layout import KeyLayout
-from kernels.select.kernel import narrow_and_write
-from kernels.selection.room import ScoreRoom
+from kernels.layout import KeyLayout, TableField
+from kernels.select.kernel import select
 
 __all__ = ["select_places"]
+
+ROWS = tl.constexpr(TableField.ROWS)
+
+
+@triton.jit
+def _ranges(table, place_of, positions, begin, first, last, rows, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """First and one past the last position that each row may choose; nothing for a row whose place is free or -1."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    place = tl.load(place_of + row, mask=inside, other=-1).to(tl.int64)
+    live = tl.load(table + place * FIELDS + ROWS, mask=inside & (place >= 0), other=0) > 0
+    end = tl.load(positions + row, mask=inside & live, other=-1) + 1
+    tl.store(first + row, end * 0 + begin, mask=inside)
+    tl.store(last + row, end, mask=inside)
 
 
 def select_places(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor, room: ScoreRoom,
+    first: int, out: Tensor, scores: Tensor,
 ) -> None:  # fmt: skip
     """See the package page."""
     rows = query.shape[0]
     if rows == 0:
         return
+    score_places(table, group, place_of, positions, query, head_weights, layout, scores)
     ranges = torch.empty((2, rows), dtype=torch.int64, device=out.device)
-    score_places(table, group, place_of, positions, query, head_weights, layout, first, room.scores, ranges, room.select.counts)
-    narrow_and_write(room.scores[:rows], ranges[0], ranges[1], out.shape[1], out, room.select)
+    _ranges[(triton.cdiv(rows, 32),)](
+        table, place_of, positions, first, ranges[0], ranges[1], rows, FIELDS=table.shape[1], BLOCK=32, num_warps=1
+    )
+    select(scores[:rows], ranges[0], ranges[1], out.shape[1], out)
+
+
+COMPILE = [
+    (_ranges, {
+        "table": "*i64", "place_of": "*i32", "positions": "*i64", "begin": "i32", "first": "*i64", "last": "*i64", "rows": "i32",
+        "FIELDS": 139, "BLOCK": 32, "num_warps": 1,
+    }),
+]  # fmt: skip

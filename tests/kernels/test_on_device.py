@@ -11,7 +11,7 @@ from kernels import gather, index_score, linear, moe, norm, quantize, rope, sele
 from kernels.layout import KeyLayout, RowLayout, TableField
 from kernels.round import RoundPlan, begin_round, clear_round, plan_round, unmap_from
 from kernels.round import reference as round_reference
-from kernels.selection import ScoreRoom, select_places
+from kernels.selection import select_places
 from memory.hot import HotCache
 from memory.table import StepTable
 from tests.kernels.round_world import LAYOUT, ROW_BYTES, TABLE_LAYOUT, PlainSession, Step
@@ -125,7 +125,7 @@ def test_selections_are_exact_in_every_digit() -> None:
 
 @pytest.mark.parametrize(("sessions", "rows"), [(1, 1), (1, 4), (3, 2)])
 def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> None:
-    """Scored, counted and selected through the step table, twice in the same room: the reference's choice among the scores left there."""
+    """Scored and selected through the step table, twice in the same scratch: the reference's choice among the scores left there."""
     layout, count, keys = KeyLayout("bf16", 128), sessions * rows, 5_000
     table = torch.zeros((sessions, TABLE_LAYOUT.fields), dtype=torch.int64)
     pages = drawn(sessions, 5, 1024, 128, seed=1).bfloat16().cuda()
@@ -134,14 +134,14 @@ def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> 
     table[:, TableField.PAGES] = addresses.data_ptr() + torch.arange(sessions) * 5 * 8
     place_of = torch.arange(count, dtype=torch.int32) % sessions
     positions = keys - 1 - torch.arange(count) * 300
-    room = ScoreRoom.empty(count, 8192, "cuda")
+    scores = torch.zeros((count, 8192), device="cuda")
     for seed in (3, 4):
         query, weights = drawn(count, 32, 128, seed=seed).bfloat16(), drawn(count, 32, seed=seed + 2)
         got = torch.full((count, 2048), 77, dtype=torch.int32, device="cuda")
         asked = place_of.cuda(), positions.cuda(), query.cuda(), weights.cuda()
-        select_places(table.cuda(), 0, *asked, layout, 1, got, room)
+        select_places(table.cuda(), 0, *asked, layout, 1, got, scores)
         wanted = torch.empty((count, 2048), dtype=torch.int32)
-        select.select(room.scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
+        select.select(scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
         assert torch.equal(got.cpu(), wanted)
 
 

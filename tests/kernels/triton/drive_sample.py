@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.sample import count_token, kernel, reference, sample, top_logprobs
 from kernels.sample.noise import gumbel
-from kernels.select import cuts as choice
+from kernels.select import kernel as choice
 
 INF, NAN = float("inf"), float("nan")
 VOCABULARY = 150
