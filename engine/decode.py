@@ -5,8 +5,9 @@ positions, tokens and counts come from the sessions' device state through the st
 
 Invariants:
 1. Operations of one step are chained: a failed one fails the rest of that step and nothing else.
-2. Rows are gathered as soon as the group's plan is there, beside what compute does meanwhile. A shared layer adds the step's own rows to
-   its copy when it writes them, behind its gather; attention waits for the gather too.
+2. Rows of a group's layers are gathered as soon as its plan is there, behind it on the selection stream; the group's first attention waits
+   for that. A shared layer adds the step's own rows to its copy when it writes them. Copies of the group before are free by then: the plan
+   waited for this group's key.
 3. Buffers of a step are reused by the next one only behind the compute stream's order.
 4. What is accepted is decided on the device (`kernels/verify`); a refused row leaves only bytes at positions past LOGICAL, which the next
    step writes again, and a row's bits do not depend on how many rows its step has.
@@ -27,7 +28,7 @@ from engine.rows import Copies, Destinations, store, store_input
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage, StageStreams
 from engine.step_output import StepEvents, StepOutput
-from kernels.gather import Unwritten, find_new
+from kernels.gather import Unwritten
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
@@ -37,7 +38,7 @@ from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
 from memory.staging import landing
 from memory.table import StepTable
-from streams import Event, Stream
+from streams import Event
 from streams.capture import Recorder
 
 __all__ = ["DecodeStep"]
@@ -83,9 +84,7 @@ class DecodeStep:
         at_once = max(len(group) for group in stage.main_groups) if stage.rounds.copies else 1
         self._compact = torch.zeros((at_once, copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         self._unwritten = Unwritten(self._positions, rows)
-        self._new_at = integers(
-            count, rows
-        )  # of the step's own rows in the picks of the group's second layer; further layers lie behind it
+        self._new_at = integers(count, rows)  # of the step's own rows in the copy of a group's second layer; others lie behind it
         self._scores = None if device.type == "cpu" else torch.zeros((count, positions_max), device=device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
@@ -162,7 +161,7 @@ class DecodeStep:
         return streams.compute.submit(clear, label="step.abort", session=session, after=streams.fences())
 
     def _issue_group(self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]) -> None:
-        """Submit the layers of one selection group."""
+        """Submit the layers of one selection group, which follow one another."""
         plan, copies = self._plans[group], self._stage.rounds.copies
         keyed = chain.submit(
             streams.compute, lambda: self._write(layers[0], 0, group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
@@ -175,38 +174,32 @@ class DecodeStep:
             reads=(self._u, self._qr),
             writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
         )
-        gathered: list[Event[Any]] = [selected] * len(layers)
         if copies:
-            gathered[0] = self._issue_gather(chain, streams.selection, table, group, layers, 0, ())
-            for place in range(1, len(layers)):
-                gathered[place] = self._issue_gather(chain, streams.prefetch, table, group, layers, place, (selected,))
+            selected = chain.submit(
+                streams.selection,
+                partial(self._gather, group, layers, table),
+                label=f"group.{group}.gather",
+                writes=(*self._compact[: len(layers)], self._new_at),
+            )
         for place, layer in enumerate(layers):
-            writes = (self._query.latent, self._query.rope) if place == 0 else (self._qr, self._query.latent, self._query.rope)
+            adds = (self._compact[place],) if copies and place > 0 else ()  # rows of this step, to what was gathered without them
+            writes = (self._query.latent, self._query.rope, *adds)
             chain.submit(
                 streams.compute,
                 partial(self._ask, layer, place),
                 label=f"layer.{layer}.query",
-                after=(gathered[place],) if copies and place > 0 else (),
                 reads=(self._u, self._qr) if place == 0 else (self._u,),
-                writes=(*writes, self._compact[place]) if copies and place > 0 else writes,
+                writes=writes if place == 0 else (self._qr, *writes),
             )
             attended = chain.submit(
                 streams.compute,
                 partial(self._attend, layer, group, place, table),
                 label=f"layer.{layer}.attend",
-                after=(gathered[place],),
+                after=(selected,) if place == 0 else (),  # the layers behind it are behind it
                 reads=(self._compact[place],) if copies else (),
                 writes=(self._x, self._y) if copies else (self._compact, self._x, self._y),
             )
             self._issue_mlp(chain, streams, layer, attended)
-
-    def _issue_gather(
-        self, chain: Chain, stream: Stream, table: StepTable, group: int, layers: tuple[int, ...], place: int, after: Sequence[Event[Any]]
-    ) -> Event[Any]:
-        """Submit the gather of one layer. Copies of the group before are free: its plan waited for this group's key, and that for them."""
-        writes = (self._compact[place],) if place != 1 else (self._compact[place], self._new_at)
-        work = partial(self._gather, layers[place], group, place, table)
-        return chain.submit(stream, work, label=f"layer.{layers[place]}.gather", after=after, writes=writes)
 
     def _issue_mlp(self, chain: Chain, streams: StageStreams, local: int, attended: Event[Any]) -> None:
         """Submit the MLP of a layer; a shared expert runs on the selection stream, beside the router's small launches."""
@@ -290,11 +283,9 @@ class DecodeStep:
     def _picked(self, local: int, group: int, place: int, table: StepTable) -> Picked:
         return Picked(table.tensor, group, place, local, self._place_of, self._plans[group])
 
-    def _gather(self, local: int, group: int, place: int, table: StepTable) -> None:
-        if place == 1:
-            find_new(self._plans[group].selection, self._place_of, self._unwritten, self._compact[1], self._new_at)
-        unwritten = self._unwritten if place > 0 else None
-        self._stage.rounds.gather(self._picked(local, group, place, table), self._compact[place], unwritten)
+    def _gather(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
+        picked = self._picked(layers[0], group, 0, table)
+        self._stage.rounds.gather_group(picked, self._compact[: len(layers)], self._unwritten, self._new_at)
 
     def _ask(self, local: int, place: int) -> None:
         """The layer's absorbed query, and behind the group's first its row."""

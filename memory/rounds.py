@@ -1,13 +1,12 @@
 """How a step finds and reads selected rows, a class a placement, chosen once with it.
 
-A placement that copies gathers a layer's rows into a compact copy ahead of attention, as soon as the group's plan is there; the step's own
-rows, which a shared layer has not written then, are added when they are.
+A placement that copies gathers the rows of all layers of a group at once, as soon as its plan is there; the step's own rows, which a shared
+layer has not written then, are added when they are.
 
 Holds layouts only; everything that changes lies behind the step table. Called inside a step's work, on its streams.
 
 Invariants:
 1. Both placements hand the same packed bytes to attention: through the same gather, or by address where a resident device has them.
-   Where a gather comes before the layer's own rows, they get into the copy by `Unwritten` and `find_new`.
 2. A resident round keeps nothing: no plan, no map, no miss.
 """
 
@@ -16,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.gather import Unwritten, gather_round
+from kernels.gather import Unwritten, gather_group, gather_round
 from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import locate_resident
 from kernels.place import on_cpu
@@ -64,11 +63,12 @@ class Rounds(Protocol):
         """Fill `plan` from its selection."""
         ...
 
-    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
-        """Collect a layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned.
+    def gather(self, of: Picked, out: Tensor) -> None:
+        """Collect a layer's selected rows into `out`, uint8 [T, k, row_bytes]; fill the slots the plan assigned."""
+        ...
 
-        Args: unwritten: the step's own rows if the layer has yet to write them; their picks are left alone.
-        """
+    def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
+        """`gather` for all layers of a group: `of` is its first, which alone has the step's own rows. Shapes as in `kernels/gather`."""
         ...
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
@@ -90,10 +90,15 @@ def _attend(layout: BlockLayout, of: Picked, compact: Tensor, query: Query) -> T
     return sparse_mla_packed(query.latent, query.rope, compact, of.plan.selection, layout.row, query.scale)
 
 
-def _gather(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor, unwritten: Unwritten | None) -> None:
+def _gather(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor) -> None:
     """The gather of both placements: the plan alone says where a row lies."""
     offset, row_bytes = layout.row_offset(of.layer), layout.row.row_bytes
-    gather_round(of.plan, of.table, table_layout, of.place_of, of.group, of.layer_in_group, offset, row_bytes, out, None, unwritten)
+    gather_round(of.plan, of.table, table_layout, of.place_of, of.group, of.layer_in_group, offset, row_bytes, out, None)
+
+
+def _gather_group(layout: BlockLayout, table_layout: TableLayout, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
+    offset, layer_bytes = layout.row_offset(of.layer), layout.layer_bytes
+    gather_group(of.plan, of.table, table_layout, of.place_of, of.group, offset, layer_bytes, out, new, addresses)
 
 
 class OffloadRounds:
@@ -109,9 +114,13 @@ class OffloadRounds:
         """See Rounds."""
         plan_round(table, self._table_layout, self._layout, group, place_of, mirrored, plan)
 
-    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
+    def gather(self, of: Picked, out: Tensor) -> None:
         """See Rounds."""
-        _gather(self._layout, self._table_layout, of, out, unwritten)
+        _gather(self._layout, self._table_layout, of, out)
+
+    def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
+        """See Rounds."""
+        _gather_group(self._layout, self._table_layout, of, out, new, addresses)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy: attention by the plan itself (`kernels/sparse_mla/planned.py`) made steps slower."""
@@ -136,9 +145,13 @@ class ResidentRounds:
         del group, mirrored
         locate_resident(table, self._table_layout, self._layout, place_of, plan.selection, plan)
 
-    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
+    def gather(self, of: Picked, out: Tensor) -> None:
         """See Rounds."""
-        _gather(self._layout, self._table_layout, of, out, unwritten)
+        _gather(self._layout, self._table_layout, of, out)
+
+    def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
+        """See Rounds."""
+        _gather_group(self._layout, self._table_layout, of, out, new, addresses)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""

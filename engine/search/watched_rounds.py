@@ -36,11 +36,14 @@ class WatchedRounds:
         self._inner.plan(table, group, place_of, mirrored, plan)
         self._check(lambda: self._check_plan(table, group, place_of, mirrored, plan))
 
-    def gather(self, of: Picked, out: Tensor, unwritten: Unwritten | None = None) -> None:
-        """See Rounds. A copy that lacks rows yet is checked when it is attended to."""
-        self._inner.gather(of, out, unwritten)
-        if unwritten is None:
-            self.check_copy(of, out)
+    def gather(self, of: Picked, out: Tensor) -> None:
+        """See Rounds."""
+        self._inner.gather(of, out)
+        self.check_copy(of, out)
+
+    def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
+        """See Rounds. Copies that lack rows yet are checked when they are attended to."""
+        self._inner.gather_group(of, out, new, addresses)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy, so that what is read is checked."""

@@ -2,11 +2,8 @@
 
 Copies, bit for bit; nothing is unpacked here. `reference.py` is the definition, `kernel.py` the same on a device.
 
-A gather may run before its layer has written the step's own rows: it then leaves their picks alone (`Unwritten`), and whoever writes a row
-stores it there too, at the addresses of `find_new`.
-
 Choices:
-1. One gather a layer over all sessions and picks; per-row copies were 468 operations a token.
+1. One launch a layer, or a group of layers, over all sessions and picks; per-row copies were 468 operations a token.
 2. A miss scratch smaller than the distinct misses is no error: what does not fit is read from its source by the gather itself.
 """
 
@@ -19,7 +16,7 @@ from kernels.layout import BLOCK_ROWS, TableLayout
 from kernels.place import on_cpu
 from kernels.round.plan import RoundPlan
 
-__all__ = ["Unwritten", "fetch_misses", "find_new", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["Unwritten", "fetch_misses", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
 
 
 def _check_rows(name: str, rows: Tensor, row_bytes: int) -> None:
@@ -92,7 +89,6 @@ def gather_round(
     row_bytes: int,
     out: Tensor,
     scratch: Tensor | None,
-    unwritten: Unwritten | None = None,
 ) -> None:
     """Collect every selected row of one layer, then fill the hot slots that the plan assigned.
 
@@ -102,35 +98,42 @@ def gather_round(
     offset_bytes                             distance from layer 0 to this layer (`BlockLayout.row_offset(layer)`)
     out             [T, k, row_bytes]        uint8  device  written in full; unused picks and padding rows are zero
     scratch         [misses_max, row_bytes]  uint8  device  what `fetch_misses` brought for this layer; None: read every source
-    unwritten                                rows that the layer will write in this step: picks of them are left alone; None: all are there
     """
     _check_rows("out", out, row_bytes)
     assert out.shape[:2] == plan.selection.shape, f"out {tuple(out.shape)} for a plan of {tuple(plan.selection.shape)}"
     if scratch is not None:
         _check_rows("scratch", scratch, row_bytes)
     if on_cpu("gather_round", out):
-        reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch, unwritten)
+        reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch)
     else:
         from kernels.gather import kernel
 
-        kernel.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch, unwritten)
+        kernel.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, out, scratch)
 
 
-def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, addresses: Tensor) -> None:
-    """Where a step's own rows belong in a compact copy that was gathered before they were written.
+def gather_group(
+    plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int, offset_bytes: int, layer_bytes: int,
+    out: Tensor, new: Unwritten, addresses: Tensor,
+) -> None:  # fmt: skip
+    """`gather_round` of all layers of a group at once, when only the first has written the step's own rows.
 
-    selection  [T, k]             int32  device  a position at most once a row
-    place_of   [T]                int32  device  -1: padding
-    out        [T, k, row_bytes]  uint8  device  the copy; its address is all that is read
-    addresses  [T, each]          int64  device  written in full: of row r in the picks of its place's j-th row; 0 where it was not picked
+    Picks of those rows are left alone in the copies of the other layers, and no slot is filled by them; whoever writes such a row stores it
+    there too. A position stands at most once in a row's selection.
+
+    offset_bytes                                 distance from layer 0 to the group's first (`BlockLayout.row_offset(layer)`)
+    layer_bytes                                  from a layer to the next
+    out           [layers, T, k, row_bytes]  uint8  device
+    new                                          the step's rows, T of them
+    addresses     [T, each]                  int64  device  of row r in the picks of its place's j-th row, in the second layer's copy; 0: not
+                                                            picked. Written in full, unless the group has one layer
     """
-    rows, each = place_of.shape[0], new.each
-    assert addresses.shape == (rows, each), f"{tuple(addresses.shape)} addresses for {rows} rows, {each} a place"
-    assert out.shape[:2] == selection.shape, f"a copy of {tuple(out.shape)} for picks of {tuple(selection.shape)}"
-    assert new.positions.shape == (rows,), f"{tuple(new.positions.shape)} positions for {rows} rows"
-    if on_cpu("find_new", selection):
-        reference.find_new(selection, place_of, new, out, addresses)
+    _check_rows("out", out, out.shape[-1])
+    assert out.shape[1:3] == plan.selection.shape, f"copies {tuple(out.shape)} for a plan of {tuple(plan.selection.shape)}"
+    assert addresses.shape == (plan.rows, new.each), f"{tuple(addresses.shape)} addresses for {plan.rows} rows, {new.each} a place"
+    assert new.positions.shape == place_of.shape, f"{tuple(new.positions.shape)} positions for {tuple(place_of.shape)} rows"
+    if on_cpu("gather_group", out):
+        reference.gather_group(plan, table, table_layout, place_of, group, offset_bytes, layer_bytes, out, new, addresses)
     else:
         from kernels.gather import kernel
 
-        kernel.find_new(selection, place_of, new, out, addresses)
+        kernel.gather_group(plan, table, table_layout, place_of, group, offset_bytes, layer_bytes, out, new, addresses)

@@ -20,7 +20,7 @@ from kernels.gather.unwritten import Unwritten
 from kernels.layout import BLOCK_ROWS, GroupField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
-__all__ = ["copied_rows", "fetch_misses", "find_new", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["copied_rows", "fetch_misses", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 SLOTS = tl.constexpr(GroupField.SLOTS)
@@ -86,27 +86,45 @@ def _fetch_misses(misses, miss_source, offset_bytes, scratch, scratch_rows, WORD
         start += tl.num_programs(0) * TILE
 
 
-@triton.jit(do_not_specialize=["layer_in_group"])
-def _gather_round(
-    selection, slot, fill, miss, source, table, place_of, positions, scratch, out, picks_all, scratch_rows, first_field, layer_in_group,
-    offset_bytes, EACH: tl.constexpr,
-    FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+@triton.jit
+def _find_new(selection, place_of, positions, copy, addresses, by, EACH: tl.constexpr, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr,
+              ROW_BYTES: tl.constexpr):  # fmt: skip
+    """Where the new rows of row `by`'s place are in its picks; 0 where they are not."""
+    first = by // EACH * EACH
+    place = tl.load(place_of + by)
+    pick = tl.arange(0, PICKS_BLOCK)
+    wide = by.to(tl.int64)
+    chosen = tl.load(selection + wide * PICKS + pick, mask=pick < PICKS, other=-1)
+    for number in range(EACH):
+        row = first + number
+        own = (place >= 0) & (tl.load(place_of + row) == place)
+        found = tl.max(tl.where((chosen == tl.load(positions + row)) & own, pick, -1))
+        address = tl.where(found >= 0, copy.to(tl.int64) + (wide * PICKS + found) * ROW_BYTES, 0)
+        tl.store(addresses + row.to(tl.int64) * EACH + by - first, address)
+
+
+@triton.jit
+def _gather_tile(
+    selection, slot, fill, miss, source, table, place_of, positions, scratch, out, tile, picks_all, scratch_rows, first_field,
+    layer_in_group, offset_bytes, EACH: tl.constexpr, FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr,
+    WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    pick = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    """Copy a tile's rows of one layer to the compact copy at address `out`, and to the slots they fill."""
+    pick = tile * TILE + tl.arange(0, TILE)
     inside = pick < picks_all
     position = tl.load(selection + pick, mask=inside, other=-1)
-    chosen = position >= 0
     from_slot = tl.load(slot + pick, mask=inside, other=-1)
     to_slot = tl.load(fill + pick, mask=inside, other=-1)
     address = tl.load(source + pick, mask=inside, other=0)
     if PICKS % TILE == 0:  # a tile lies within one row: one place for all of it
-        place = tl.load(place_of + tl.program_id(0) // (PICKS // TILE)).to(tl.int64)
+        place = tl.load(place_of + tile // (PICKS // TILE)).to(tl.int64)
     else:
         place = tl.load(place_of + pick // PICKS, mask=inside, other=-1).to(tl.int64)
     fields = table + tl.maximum(place, 0) * FIELDS
-    used = chosen & (place >= 0) & (tl.load(fields + ROWS) > 0)
+    used = (position >= 0) & (place >= 0) & (tl.load(fields + ROWS) > 0)
     if EACH > 0:
-        left = used & (position >= tl.load(positions + pick // PICKS // EACH * EACH, mask=inside, other=0))
+        newest = tl.load(positions + pick // PICKS // EACH * EACH, mask=inside, other=0)
+        left = used & (layer_in_group > 0) & (position >= newest)
         used = used & (left == 0)
         inside = inside & (left == 0)
     hot = tl.load(fields + first_field + SLOTS)
@@ -119,27 +137,36 @@ def _gather_round(
         address = tl.where(brought, scratch.to(tl.int64) + number.to(tl.int64) * (WORDS * WORD), address)
     address = tl.where(from_slot >= 0, hot + from_slot.to(tl.int64) * (WORDS * WORD), address)
     rows = _load_rows(tl.where(used, address, 0), WORDS, PADDED)
-    to = tl.where(inside, out.to(tl.int64) + pick.to(tl.int64) * (WORDS * WORD), 0)
-    _store_rows(to, rows, WORDS, PADDED)
+    _store_rows(tl.where(inside, out + pick.to(tl.int64) * (WORDS * WORD), 0), rows, WORDS, PADDED)
     kept = used & (to_slot >= 0)
     _store_rows(tl.where(kept, hot + to_slot.to(tl.int64) * (WORDS * WORD), 0), rows, WORDS, PADDED)
 
 
+@triton.jit(do_not_specialize=["layer_in_group"])
+def _gather_round(
+    selection, slot, fill, miss, source, table, place_of, scratch, out, picks_all, scratch_rows, first_field, layer_in_group, offset_bytes,
+    FIELDS: tl.constexpr, PICKS: tl.constexpr, PREFETCHED: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    _gather_tile(selection, slot, fill, miss, source, table, place_of, place_of, scratch, out.to(tl.int64), tl.program_id(0), picks_all,
+                 scratch_rows, first_field, layer_in_group, offset_bytes, 0, FIELDS, PICKS, PREFETCHED, WORDS, PADDED, TILE)  # fmt: skip
+
+
 @triton.jit
-def _find_new(selection, place_of, positions, copy, addresses, EACH: tl.constexpr, PICKS: tl.constexpr, PADDED: tl.constexpr,
-              ROW_BYTES: tl.constexpr):  # fmt: skip
-    by = tl.program_id(0)  # whose picks
-    first = by // EACH * EACH
-    place = tl.load(place_of + by)
-    pick = tl.arange(0, PADDED)
-    wide = by.to(tl.int64)
-    chosen = tl.load(selection + wide * PICKS + pick, mask=pick < PICKS, other=-1)
-    for number in range(EACH):
-        row = first + number
-        own = (place >= 0) & (tl.load(place_of + row) == place)
-        found = tl.max(tl.where((chosen == tl.load(positions + row)) & own, pick, -1))
-        address = tl.where(found >= 0, copy.to(tl.int64) + (wide * PICKS + found) * ROW_BYTES, 0)
-        tl.store(addresses + row.to(tl.int64) * EACH + by - first, address)
+def _gather_group(
+    selection, slot, fill, source, table, place_of, positions, out, addresses, picks_all, first_field, offset_bytes, layer_bytes,
+    EACH: tl.constexpr, FIELDS: tl.constexpr, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr, WORDS: tl.constexpr, PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    layer = tl.program_id(1).to(tl.int64)
+    tiles = (picks_all + TILE - 1) // TILE
+    if tile < tiles:
+        to = out.to(tl.int64) + layer * picks_all * (WORDS * WORD)
+        _gather_tile(selection, slot, fill, slot, source, table, place_of, positions, out, to, tile, picks_all, 0, first_field, layer,
+                     offset_bytes + layer * layer_bytes, EACH, FIELDS, PICKS, False, WORDS, PADDED, TILE)  # fmt: skip
+    elif layer == 1:
+        copy = out.to(tl.int64) + layer * picks_all * (WORDS * WORD)
+        _find_new(selection, place_of, positions, copy, addresses, tile - tiles, EACH, PICKS, PICKS_BLOCK, WORDS * WORD)
 
 
 WORDS_TILE = 2048  # words a program holds: 4 pieces of 16 bytes a thread of 128
@@ -201,7 +228,6 @@ def gather_round(
     row_bytes: int,
     out: Tensor,
     scratch: Tensor | None,
-    unwritten: Unwritten | None,
 ) -> None:
     """See kernels/gather. One launch; capturable."""
     picks_all = plan.rows * plan.picks
@@ -213,40 +239,46 @@ def gather_round(
         _check_alignment("scratch", brought)
     words, padded, tile = _row_tile(row_bytes)
     _gather_round[(triton.cdiv(picks_all, tile),)](
-        plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of,
-        plan.misses if unwritten is None else unwritten.positions, out if brought is None else brought, out,
+        plan.selection, plan.slot, plan.fill, plan.miss, plan.source, table, place_of, out if brought is None else brought, out,
         picks_all, 0 if brought is None else brought.shape[0], table_layout.group(group, 0), layer_in_group, offset_bytes,
-        0 if unwritten is None else unwritten.each, table.shape[1], plan.picks, brought is not None, words, padded, tile,
+        table.shape[1], plan.picks, brought is not None, words, padded, tile,
     )  # fmt: skip
 
 
-def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, addresses: Tensor) -> None:
+def gather_group(
+    plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int, offset_bytes: int, layer_bytes: int,
+    out: Tensor, new: Unwritten, addresses: Tensor,
+) -> None:  # fmt: skip
     """See kernels/gather. One launch; capturable."""
-    rows, picks = selection.shape
-    if rows:
-        _find_new[(rows,)](
-            selection, place_of, new.positions, out, addresses, new.each, picks, triton.next_power_of_2(picks), out.shape[2]
-        )  # fmt: skip
+    layers, rows, picks, row_bytes = out.shape
+    if rows * picks == 0:
+        return
+    _check_alignment("out", out)
+    words, padded, tile = _row_tile(row_bytes)
+    looking = rows if layers > 1 else 0
+    _gather_group[(triton.cdiv(rows * picks, tile) + looking, layers)](
+        plan.selection, plan.slot, plan.fill, plan.source, table, place_of, new.positions, out, addresses, rows * picks,
+        table_layout.group(group, 0), offset_bytes, layer_bytes, new.each, table.shape[1], picks, triton.next_power_of_2(picks), words,
+        padded, tile,
+    )  # fmt: skip
 
 
 _ROW = {"WORDS": 164, "PADDED": 256, "TILE": 8}
-_PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32")
-_PICKS |= dict.fromkeys(("source", "table", "positions"), "*i64")
+_PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32") | {"source": "*i64", "table": "*i64"}
 _HOST = dict.fromkeys(("picks_all", "scratch_rows", "first_field", "layer_in_group", "offset_bytes"), "i32")
 _ROUND = {**_PICKS, **_HOST, **_ROW, "scratch": "*u8", "out": "*u8", "FIELDS": TableLayout(22).fields, "PICKS": 2048}
 _SPAN = {"block_addresses": "*i64", "offset_bytes": "i32", "rows": "i32", "count": "*i64", "out": "*u8", "WORDS": 164, "TILE": WORDS_TILE}
 _FETCH = {"misses": "*i64", "miss_source": "*i64", "offset_bytes": "i32", "scratch": "*u8", "scratch_rows": "i32", **_ROW}
-_FIND: dict[str, str | int] = {"selection": "*i32", "place_of": "*i32", "positions": "*i64", "copy": "*u8", "addresses": "*i64"}
-_FIND |= {"PICKS": 2048, "PADDED": 2048, "ROW_BYTES": 656}
+_GROUP = {**_ROUND, "positions": "*i64", "addresses": "*i64", "layer_bytes": "i64", "PICKS_BLOCK": 2048}
+_GROUP = {name: value for name, value in _GROUP.items() if name not in ("miss", "scratch", "scratch_rows", "layer_in_group")}
 COMPILE = [
     (_gather_rows, {"addresses": "*i64", "out": "*u8", "rows": "i32", **_ROW}),
     (_gather_blocks, {**_SPAN, "COUNTED": False}),
     (_gather_blocks, {**_SPAN, "COUNTED": True}),
     (_fetch_misses, _FETCH),
-    (_gather_round, {**_ROUND, "PREFETCHED": False, "EACH": 0}),
-    (_gather_round, {**_ROUND, "PREFETCHED": False, "EACH": 4}),
-    (_gather_round, {**_ROUND, "PREFETCHED": True, "EACH": 0}),
-    (_gather_round, {**_ROUND, "PREFETCHED": True, "EACH": 1, "PICKS": 2047}),  # tiles that cross rows
-    (_find_new, _FIND | {"EACH": 1}),
-    (_find_new, _FIND | {"EACH": 4}),
+    (_gather_round, {**_ROUND, "PREFETCHED": False}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True}),
+    (_gather_round, {**_ROUND, "PREFETCHED": True, "PICKS": 2047}),  # tiles that cross rows
+    (_gather_group, {**_GROUP, "EACH": 1}),
+    (_gather_group, {**_GROUP, "EACH": 4, "PICKS": 2047}),
 ]

@@ -14,7 +14,7 @@ from kernels.layout import BLOCK_ROWS, GroupField, TableLayout
 from kernels.place import live_rows
 from kernels.round.plan import RoundPlan
 
-__all__ = ["fetch_misses", "find_new", "gather_blocks", "gather_round", "gather_rows"]
+__all__ = ["fetch_misses", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
 
 
 def gather_rows(addresses: Tensor, row_bytes: int, out: Tensor) -> None:
@@ -51,8 +51,9 @@ def gather_round(
     row_bytes: int,
     out: Tensor,
     scratch: Tensor | None,
-    unwritten: Unwritten | None,
+    left: Tensor | None = None,
 ) -> None:
+    """Args: left: bool [T, k], picks that are left alone."""
     place, live = live_rows(table, place_of)
     hot = table[place, table_layout.group(group, GroupField.SLOTS)]
     hot = hot + layer_in_group * table[place, table_layout.group(group, GroupField.SLOTS_MAX)] * row_bytes
@@ -63,19 +64,31 @@ def gather_round(
     addresses = torch.where(plan.slot >= 0, hot[:, None] + plan.slot.long() * row_bytes, addresses)
     used = (plan.selection >= 0) & live[:, None]
     flat = out.view(-1, row_bytes)
-    left = torch.zeros_like(used)
-    if unwritten is not None:
-        first = unwritten.positions.view(-1, unwritten.each)[:, :1].expand(-1, unwritten.each).reshape(-1, 1)
-        left = used & (plan.selection >= first)
-    kept = flat[left.flatten()]
-    used = used & ~left
+    if left is not None:
+        left = left & used
+        used, kept = used & ~left, flat[left.flatten()]
     gather_rows(torch.where(used, addresses, 0).flatten(), row_bytes, flat)
-    flat[left.flatten()] = kept
+    if left is not None:
+        flat[left.flatten()] = kept
     filled = used & (plan.fill >= 0)
     store_at((hot[:, None] + plan.fill.long() * row_bytes)[filled], flat[filled.flatten()])
 
 
-def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, addresses: Tensor) -> None:
+def gather_group(
+    plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int, offset_bytes: int, layer_bytes: int,
+    out: Tensor, new: Unwritten, addresses: Tensor,
+) -> None:  # fmt: skip
+    first = new.positions.view(-1, new.each)[:, :1].expand(-1, new.each).reshape(-1, 1)
+    for layer, copy in enumerate(out):
+        left = plan.selection >= first if layer else None
+        offset = offset_bytes + layer * layer_bytes
+        gather_round(plan, table, table_layout, place_of, group, layer, offset, out.shape[-1], copy, None, left)
+    if out.shape[0] > 1:
+        _find_new(plan.selection, place_of, new, out[1], addresses)
+
+
+def _find_new(selection: Tensor, place_of: Tensor, new: Unwritten, copy: Tensor, addresses: Tensor) -> None:
+    """Where each row of the step is in the picks of its place's rows."""
     addresses.zero_()
     places = place_of.tolist()
     for row in range(len(places)):
@@ -85,4 +98,4 @@ def find_new(selection: Tensor, place_of: Tensor, new: Unwritten, out: Tensor, a
                 continue
             at = (selection[first + j] == new.positions[row]).nonzero().flatten().tolist()
             if at:
-                addresses[row, j] = out[first + j, at[-1]].data_ptr()
+                addresses[row, j] = copy[first + j, at[-1]].data_ptr()

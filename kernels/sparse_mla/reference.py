@@ -57,7 +57,7 @@ def sparse_mla_round(
     """Gather, then attend; see the package page."""
     rows = torch.empty((plan.rows, plan.picks, layout.row_bytes), dtype=torch.uint8)
     row_bytes = layout.row_bytes
-    gather_reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, rows, scratch, None)
+    gather_reference.gather_round(plan, table, table_layout, place_of, group, layer_in_group, offset_bytes, row_bytes, rows, scratch)
     _, live = live_rows(table, place_of)
     selection = torch.where(live[:, None], plan.selection, -1)
     return sparse_mla_packed(query_latent, query_rope, rows, selection, layout, scale)

@@ -6,7 +6,7 @@ Every row's bytes are known (`truth`); memory that holds no row of use is poison
 import torch
 from torch import Tensor
 
-from kernels.gather import Unwritten, fetch_misses, gather_round
+from kernels.gather import Unwritten, fetch_misses, gather_group, gather_round
 from kernels.layout import BLOCK_ROWS, RING_BLOCKS, STATE_FIELDS, BlockLayout, KeyLayout, RowLayout, StateField, TableLayout
 from kernels.round import RoundPlan, begin_round, plan_round
 from memory.hot import HotCache
@@ -108,14 +108,21 @@ class Step:
         plan_round(self.table.tensor, TABLE_LAYOUT, LAYOUT, group, self.place_of, self.mirrored, self.plan)
         return self.plan
 
-    def gather(self, group: int, layer_in_group: int, scratch: Tensor | None = None, unwritten: Unwritten | None = None) -> Tensor:
-        """[T, k, row_bytes] of one layer, by the plan; poison where nothing was gathered."""
+    def gather(self, group: int, layer_in_group: int, scratch: Tensor | None = None) -> Tensor:
+        """[T, k, row_bytes] of one layer, by the plan."""
         out = torch.full((*self.selection.shape, ROW_BYTES), POISON, dtype=torch.uint8)
         offset = LAYOUT.row_offset(LAYOUT.groups[group][layer_in_group])
-        gather_round(
-            self.plan, self.table.tensor, TABLE_LAYOUT, self.place_of, group, layer_in_group, offset, ROW_BYTES, out, scratch, unwritten
-        )  # fmt: skip
+        gather_round(self.plan, self.table.tensor, TABLE_LAYOUT, self.place_of, group, layer_in_group, offset, ROW_BYTES, out, scratch)
         return out
+
+    def gather_group(self, group: int, new: Unwritten) -> tuple[Tensor, Tensor]:
+        """[layers, T, k, row_bytes] of a whole group, poison where nothing was gathered; and where the new rows belong."""
+        layers = LAYOUT.groups[group]
+        out = torch.full((len(layers), *self.selection.shape, ROW_BYTES), POISON, dtype=torch.uint8)
+        addresses = torch.full((len(self.place_of), new.each), -7)
+        offset = LAYOUT.row_offset(layers[0])
+        gather_group(self.plan, self.table.tensor, TABLE_LAYOUT, self.place_of, group, offset, LAYOUT.layer_bytes, out, new, addresses)
+        return out, addresses
 
     def fetch(self, layer: int, places: int) -> Tensor:
         """The prefetched misses of one layer, in a scratch of `places` rows."""

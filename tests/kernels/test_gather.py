@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kernels.address import store_at
-from kernels.gather import Unwritten, find_new, gather_blocks, gather_rows
+from kernels.gather import Unwritten, gather_blocks, gather_rows
 from kernels.layout import BLOCK_ROWS
 from kernels.place import NoKernel
 from tests.kernels.round_world import LAYOUT, POISON, ROW_BYTES, PlainSession, Step
@@ -152,23 +152,15 @@ def test_stale_and_poisoned_slots_are_never_read_for_a_miss() -> None:
     Step([one], [0], [[1, 2, 3, 4]]).run()
 
 
-def ahead(step: Step, positions: list[int], each: int) -> tuple[Tensor, Tensor]:
-    """Layer 1 gathered before it has the step's rows: the copy, and where those belong. Neither has an unwritten byte."""
-    new = Unwritten(torch.tensor(positions), each)
-    copy = step.gather(0, 1, unwritten=new)
-    addresses = torch.full((len(positions), each), -7)
-    find_new(step.plan.selection, step.place_of, new, copy, addresses)
-    return copy, addresses
-
-
-def store_new(step: Step, positions: list[int], addresses: Tensor) -> None:
-    """What a layer does once it has made its rows."""
-    for row, place in enumerate(step.place_of.tolist()):
-        session = None if place < 0 else step.sessions[place]
-        there = addresses[row][addresses[row] != 0]
-        assert session is not None or not len(there), "padding was picked"
-        if session is not None:
-            store_at(there, session.truth[1, positions[row]].expand(len(there), -1))
+def store_new(step: Step, positions: list[int], addresses: Tensor, copies: Tensor) -> None:
+    """What the layers of group 0 behind the first do once they have made their rows."""
+    for layer in range(1, len(LAYOUT.groups[0])):
+        for row, place in enumerate(step.place_of.tolist()):
+            session = None if place < 0 else step.sessions[place]
+            there = addresses[row][addresses[row] != 0] + (layer - 1) * copies[0].numel()
+            assert session is not None or not len(there), "padding was picked"
+            if session is not None:
+                store_at(there, session.truth[LAYOUT.groups[0][layer], positions[row]].expand(len(there), -1))
 
 
 def test_rows_not_written_yet_are_left_alone_and_then_added() -> None:
@@ -178,45 +170,42 @@ def test_rows_not_written_yet_are_left_alone_and_then_added() -> None:
     positions = [297, 298, 299, 0]
     step = Step([one, None], [0, 0, 0, -1], picks).begin()
     step.plan_group(0)
-    copy, addresses = ahead(step, positions, 4)
+    copies, addresses = step.gather_group(0, Unwritten(torch.tensor(positions), 4))
     missing = torch.tensor([[pick >= 297 for pick in row] for row in picks])
-    assert bool((copy[missing] == POISON).all())
-    assert torch.equal(copy[~missing], step.direct(1)[~missing])
-    found = [[int(address - copy.data_ptr()) // ROW_BYTES if address else None for address in row] for row in addresses]
+    assert torch.equal(copies[0], step.direct(0))
+    assert bool((copies[1][missing] == POISON).all())
+    assert torch.equal(copies[1][~missing], step.direct(1)[~missing])
+    found = [[int(address - copies[1].data_ptr()) // ROW_BYTES if address else None for address in row] for row in addresses]
     assert found == [[1, 4, None, None], [None, 5, 10, None], [None, None, 9, None], [None] * 4]
-    store_new(step, positions, addresses)
-    assert torch.equal(copy, step.direct(1))
+    store_new(step, positions, addresses, copies)
+    assert torch.equal(copies[1], step.direct(1))
 
 
 @pytest.mark.parametrize("each", [1, 2, 5])
-def test_gathering_ahead_gives_what_gathering_late_does(each: int) -> None:
-    """Twenty steps of two sessions and a free place: copies, slots and maps end as those of a gather that waited for the rows."""
+def test_a_group_at_once_gives_what_its_layers_do(each: int) -> None:
+    """Twenty steps of two sessions and a free place: copies, slots and maps end as those of gathers that waited for each layer's rows."""
     generator = torch.Generator().manual_seed(each)
     lives = [session(200, 192, 6, 1), session(200, 128, 6, 2)]
     for index in range(20):
-        places, positions, rows = [0, 1, 2], [], []
-        for place in places:
-            live = min(each, 1 + index % each)
+        positions, rows = [], []
+        live = 1 + index % each
+        for place in range(3):
             if place < 2:
                 lives[place].grow(lives[place].logical + live, lives[place].mirrored)
             for j in range(each):
                 used = place < 2 and j < live
                 positions.append(lives[place].logical - live + j if used else 0)
                 rows.append(place if used else -1)
-        ends = [positions[row] + 1 for row in range(len(rows))]
-        selection = torch.cat([drifting(generator, 1, 7, end, 9 * index) for end in ends])
+        selection = torch.cat([drifting(generator, 1, 7, position + 1, 9 * index) for position in positions])
         selection[torch.tensor(rows) < 0] = -1
         step = Step([*lives, None], rows, selection).begin()
-        for group in range(len(LAYOUT.groups)):
+        for group, layers in enumerate(LAYOUT.groups):
             step.plan_group(group)
-            if group == 0:
-                step.gather(0, 0)
-                copy, addresses = ahead(step, positions, each)
-                store_new(step, positions, addresses)
-                assert torch.equal(copy, step.direct(1))
-            else:
-                for layer_in_group in range(len(LAYOUT.groups[group])):
-                    step.gather(group, layer_in_group)
+            copies, addresses = step.gather_group(group, Unwritten(torch.tensor(positions), each))
+            if len(layers) > 1:
+                store_new(step, positions, addresses, copies)
+            for copy, layer in zip(copies, layers, strict=True):
+                assert torch.equal(copy, step.direct(layer))
         for live_session in lives:
             live_session.check()
     hits, misses, ring = lives[0].counters()
