@@ -2,8 +2,8 @@
 
 Submissions are compared one by one: number, stream, label, session, `after`, what the stream waited for, payload; sessions may have other
 names, one for one. A completion is held until every submission that the tape has before it has been made, and then published before the
-host does anything else, so that the host sees at each submission what it saw then. Failures on the tape that the device caused are
-repeated; the work's own failures must happen again by themselves.
+host does anything else, so that the host sees at each submission what it saw then: a submission that comes before anything the tape has
+before it is a mismatch. Failures on the tape that the device caused are repeated; the work's own failures must happen again by themselves.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,20 @@ class ReplayOrder:
             has, wants = getattr(taped, field), getattr(asked, field)
             if has != wants:
                 raise TapeMismatch(f"the run submits {asked}; the tape has {taped} there: {field} {wants!r} against {has!r}")
+        self._check_place(asked)
         self._made = operation.number + 1
         self._stalled = 0
+
+    def _check_place(self, asked: Submitted) -> None:
+        """Raise TapeMismatch if the tape has another submission, or a completion, that has not happened before this submission."""
+        step: Submitted | Completed = self._steps[self._place]
+        while isinstance(step, Submitted) and step.number < self._made:
+            self._place += 1
+            step = self._steps[self._place]  # there is one: what is submitted now was found on the tape and is not passed yet
+        if isinstance(step, Completed):
+            raise TapeMismatch(f"the run submits {asked} before {self._name(step.number)} is done; on the tape it comes after")
+        if step.number != asked.number:
+            raise TapeMismatch(f"the run submits {asked}; the tape has {step} submitted before it")
 
     def ready(self) -> bool:
         """Every round: the tape says when to wait."""

@@ -344,6 +344,35 @@ async def test_completions_wait_for_the_submissions_before_them() -> None:
     assert await run(VirtualBackend(ReplayOrder(tape)), 50) == [False] * 50
 
 
+async def test_submission_that_comes_before_what_stands_before_it_is_named() -> None:
+    """A tape whose lines were moved so that something else, submitted or completed, stands before a submission fails there, by name."""
+
+    async def run(backend: Backend) -> None:
+        first, _ = (backend.stream(name).submit(nothing, label=f"first {name}") for name in "ab")
+        await first
+        await backend.stream("a").submit(nothing, label="second")
+        await backend.close()
+
+    lines: dict[str, Record] = {
+        "s0": Submitted(0, 0, "a", "first a"), "s1": Submitted(1, 0, "b", "first b"), "s2": Submitted(2, 3, "a", "second"),
+        "c0": Completed(0, 2, 1), "c1": Completed(1, 4, 1), "c2": Completed(2, 5, 4),
+    }  # fmt: skip
+
+    def order(names: str) -> ReplayOrder:
+        return ReplayOrder(Tape(Header(), tuple(lines[name] for name in names.split())))
+
+    await run(VirtualBackend(order("s0 s1 c0 s2 c1 c2")))
+    for moved, says in (
+        ("s1 s0 c0 s2 c1 c2", r"submits operation 0 \(first a on a\); the tape has operation 1 \(first b on b\) submitted before it"),
+        ("s0 c0 s1 s2 c1 c2", r"submits operation 1 \(first b on b\) before operation 0 \(first a on a\) is done"),
+    ):
+        backend = VirtualBackend(order(moved))
+        with pytest.raises(TapeMismatch, match=says):
+            await run(backend)
+        with pytest.raises(TapeMismatch, match=says):
+            await backend.close()
+
+
 async def test_tape_from_the_middle_is_refused() -> None:
     """A tape whose first submission is not operation 0 cannot be replayed and says so."""
     with pytest.raises(TapeMismatch, match="operation 7"):
