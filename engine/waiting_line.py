@@ -17,6 +17,9 @@ from engine.request import Request
 from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import Beginning, StoredSessions
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS
+from memory.allotment import kept_for_cut
+from memory.append import blocks_of, pages_of
 from memory.errors import DoesNotFit
 from memory.session import SessionMemory
 
@@ -150,7 +153,10 @@ class WaitingLine:
         elif begins.in_place:
             memory = begins.source.memory
             assert memory is not None, f"{begins.source!r} was found for its rows"
-            placement.grow(memory, tokens_max)
+            blocks = kept_for_cut(memory.history.allotment, begins.rows // BLOCK_ROWS, blocks_of(tokens_max))
+            pages = kept_for_cut(memory.pages.allotment, begins.rows // PAGE_KEYS, pages_of(tokens_max))
+            with blocks, pages:
+                placement.grow(memory, tokens_max)
             if begins.rows < memory.counts.logical:
                 memory.truncate(begins.rows, stage.streams.compute)
             session.memory = self._stored.take(begins.source)

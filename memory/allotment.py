@@ -9,13 +9,13 @@ Invariants:
 4. A unit that others share is never reused for new rows.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
 from memory.errors import DoesNotFit
 
-__all__ = ["Allotment", "Store"]
+__all__ = ["Allotment", "Store", "kept_for_cut"]
 
 Id = TypeVar("Id")
 
@@ -189,3 +189,19 @@ class Allotment(Generic[Id]):
         assert all(self._store.references(unit) >= 1 for unit in held), "a unit is held without a reference"
         assert all(self._store.references(unit) == 1 for unit in self._spare), "a spare unit is shared"
         assert len(held) + self._reserved <= self.units_max, f"{len(held)} held, {self._reserved} reserved of {self.units_max} units"
+
+
+@contextmanager
+def kept_for_cut(allotment: Allotment[Id], units: int, wanted: int) -> Iterator[None]:
+    """Keep room for a cut that comes right behind, so that the entitlement to `wanted` units, which a `grow` in here asks for, lasts.
+
+    Args: units: from here on the cut replaces or lets go of what others share, and takes a unit of the store for each.
+    Raises: DoesNotFit; nothing changed then.
+    """
+    parted = sum(allotment.shared(index) for index in range(units, len(allotment.ids)))
+    kept = max(0, parted - max(0, allotment.units_max - wanted))
+    allotment._store.reserve(kept)
+    try:
+        yield
+    finally:
+        allotment._store.unreserve(kept)

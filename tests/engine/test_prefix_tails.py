@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
+from engine.errors import NotAdmitted
 from kernels.layout import BLOCK_ROWS
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.runs import small
+from tests.engine.runs import greedy, small
 from tests.engine.test_prefix_reuse import NAME, TOP_K, VOCABULARY, alike, ask, both, fresh, ids
 
 SHARED = ids(200, 1)  # 3 blocks and a part
@@ -123,3 +124,32 @@ async def test_what_was_left_and_is_continued_is_no_longer_first_to_go(checkpoin
         await ask(engine, ids(100, 12))  # one too many: the second agent's history is the least recently used
         assert (await ask(engine, [*first.context, 1]))[1] > 290
         assert (await ask(engine, [*second.context, 1]))[1] <= 200
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_cut_through_a_shared_block_asks_for_its_room_first(checkpoint: Path, blocks: int, runs: bool) -> None:
+    """Who would cut a history whose block another session holds, beside a full arena, is refused or waits as others are; nothing breaks."""
+    text = ids(3 * BLOCK_ROWS + 3, 1)
+    prompt = [*text[: 2 * BLOCK_ROWS + 42], *ids(100, 3)]  # five blocks with its answer: of the history one is shared, one its own
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, prefix_cache="on")) as engine:
+        holder = await engine.create_session()
+        await engine.generate(text, greedy(1), session=holder).complete()
+        await ask(engine, [*text[:-1], *ids(10, 2)], 1)
+        for session in engine._loop.stored.by_use:
+            assert session.memory is not None
+            engine.stage.placement.rest(session.memory)
+        other = engine.generate(ids(70, 4), greedy(30))
+        if runs:
+            await anext(other)
+        with blocks_left(engine, blocks):
+            async with asyncio.timeout(60):
+                if blocks < 2 and not runs:
+                    with pytest.raises(NotAdmitted, match="does not fit"):
+                        await ask(engine, prompt)
+                else:
+                    got, cached = await ask(engine, prompt)
+                    assert cached >= 2 * BLOCK_ROWS
+                    alike(got, (await fresh(checkpoint, prompt))[0])
+        await other.aclose()
+        assert (await engine.generate([1], greedy(1), session=holder).complete()).usage.completion_tokens == 1

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from memory.allotment import Allotment
+from memory.allotment import Allotment, kept_for_cut
 from memory.arena import Arena, BlockId
 from memory.errors import ArenaFull
 from memory.ledger import Ledger
@@ -55,6 +55,30 @@ def test_shared_units_are_never_reused() -> None:
     assert mine.ids[1] not in shared
     assert mine.ids[0] == shared[0]
     mine.check_integrity()
+
+
+def test_room_kept_for_a_cut_leaves_the_entitlement_whole() -> None:
+    """A grow that asks with the cut's room is refused where one of the two is missing, and lasts through the cut where both are there."""
+    for spare in (0, 1, 2):
+        store = arena(5 + spare)
+        other = Allotment(store, 2)
+        other.ensure(2)
+        mine = Allotment(store, 3, other.share(2))
+        mine.ensure(3)
+        theirs = Allotment(store, 2)
+        if spare < 2:
+            with pytest.raises(ArenaFull), kept_for_cut(mine, 1, 4):
+                mine.grow(4)
+            assert (mine.units_max, store.available) == (3, spare)
+            continue
+        with kept_for_cut(mine, 1, 4):
+            mine.grow(4)
+        store.release(mine.replace(1))
+        mine.cut(2)
+        mine.trim()
+        assert (mine.ensure(4), mine.lacking, store.available) == (2, 0, 0)
+        theirs.check_integrity()
+        mine.check_integrity()
 
 
 def test_without_room_for_a_shared_unit_the_entitlement_shrinks() -> None:
