@@ -6,6 +6,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -81,12 +82,16 @@ def _search(invocation: Invocation) -> int:
         console.print(f"{speed}: nothing found")
         return 0
     path = directory / f"{outcome.finding.scenario.replace(' ', '-')}-{outcome.finding.seed}.tape"
-    again = record(outcome.finding, path)
-    console.print(f"{speed}: found\n{outcome.finding}", markup=False)
-    if again != outcome.finding:
-        console.print(f"run again in a fresh process: {again or 'nothing found'}", markup=False)
-    console.print(f"tape: {path}", markup=False)
-    console.print(f"again: forebay tape search --scenario '{outcome.finding.scenario}' --seed {outcome.finding.seed}", markup=False)
+    tell = partial(console.print, markup=False, soft_wrap=True)  # soft: a line to be copied stays one
+    tell(f"{speed}: found\n{outcome.finding}")
+    try:
+        again = record(outcome.finding, path)
+        if again != outcome.finding:
+            tell(f"run again in a fresh process: {again or 'nothing found'}")
+        tell(f"tape: {path}")
+    except OSError as error:  # the finding is worth no less without
+        tell(f"no tape: cannot write {path}: {error.strerror or error}")
+    tell(f"again: forebay tape search --scenario '{outcome.finding.scenario}' --seed {outcome.finding.seed}")
     return 1
 
 

@@ -1,6 +1,7 @@
 """The search for bad interleavings: its first seeds find nothing, it repeats itself, and it sees what it should."""
 
 import asyncio
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -297,3 +298,21 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str], monk
     said = capsys.readouterr().err
     assert "life, seed 17: AssertionError: rows differ" in said
     assert "life-17.tape" in said.replace("\n", "")
+
+
+def test_a_tape_that_cannot_be_written_costs_no_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Minutes of search end with the finding and how to see it again, each on one line, also where no tape can be written."""
+
+    def full(finding: Finding, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    finding = Finding("life", 17, "AssertionError: " + "rows differ " * 20 + "at last")
+    monkeypatch.setattr(hunting, "hunt", lambda seeds, names, progress: Outcome(18, 2.0, finding))
+    monkeypatch.setattr(hunting, "record", full)
+    assert _search("--out", str(tmp_path)) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert str(finding) in said
+    assert f"no tape: cannot write {tmp_path / 'life-17.tape'}: No space left on device" in said
+    assert said[-1] == "again: forebay tape search --scenario 'life' --seed 17"
