@@ -50,13 +50,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     split.add_argument("stages", metavar="FIRST-LAST:TARGET", nargs="+", help="layers of a stage, and the directory to make")
 
 
+def _path(text: object, name: str) -> Path:
+    """What was named; an empty name, as of a variable that is not set, would be the present directory."""
+    if not text:
+        raise BadSetting(f"{name} must be some text, not ''")
+    return Path(str(text))
+
+
 def _list(invocation: Invocation) -> int:
     """Returns 1 when an archive cannot be used, else 0."""
     if invocation.options.get("directory") is None:
         return list_at_server(invocation)
     from engine.archive.listing import look
 
-    found = look(Path(str(invocation.options["directory"])))
+    found = look(_path(invocation.options["directory"], "DIR"))
     if invocation.options.get("as_json"):
         for one in found:
             print(json.dumps(_facts(one)))
@@ -94,13 +101,13 @@ def _table(found: list["Found"]) -> Table:
 
 
 def _check(invocation: Invocation) -> int:
-    """Returns 0. Raises ArchiveRefused."""
+    """Returns 0. Raises BadSetting, ArchiveRefused."""
     from engine.archive.listing import verify
 
-    started = time.monotonic()
+    directory, started = _path(invocation.options["directory"], "DIR"), time.monotonic()
     bar = Bar("checking", "archive.checking", "bytes", Console(file=sys.stderr))
     try:
-        manifest = verify(Path(str(invocation.options["directory"])), bar.update)
+        manifest = verify(directory, bar.update)
     finally:
         bar.close()
     rate = manifest.payload_bytes / max(time.monotonic() - started, 1e-9)
@@ -114,7 +121,7 @@ def _merge(invocation: Invocation) -> int:
 
     sources = invocation.options["sources"]
     assert isinstance(sources, list), "argparse makes a list"
-    merged = merge([Path(str(one)) for one in sources], Path(str(invocation.options["directory"])))
+    merged = merge([_path(one, "SOURCE") for one in sources], _path(invocation.options["directory"], "TARGET"))
     print(f"session {merged.session}: layers {merged.first_layer} to {merged.first_layer + merged.layers - 1}, {merged.rows:,} rows")
     return 0
 
@@ -133,7 +140,7 @@ def _split(invocation: Invocation) -> int:
             raise BadSetting(f"a stage is written FIRST-LAST:TARGET, as 0-38:left, not {text!r}")
         ranges.append(range(int(matched[1]), int(matched[2]) + 1))
         targets.append(Path(target))
-    for one in split(Path(str(invocation.options["directory"])), ranges, targets):
+    for one in split(_path(invocation.options["directory"], "SOURCE"), ranges, targets):
         print(f"session {one.session}: layers {one.first_layer} to {one.first_layer + one.layers - 1}, {one.rows:,} rows")
     return 0
 

@@ -64,3 +64,17 @@ def test_split_and_merge(archives: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert "FIRST-LAST:TARGET" in capsys.readouterr().err
     assert _session("split", str(archives / "two"), f"0-9:{archives / 'far'}") == 3
     assert _session("list", str(archives / "absent")) == 2
+
+
+@pytest.mark.parametrize(
+    "words", [["list", ""], ["check", ""], ["split", "", "0-2:a"], ["merge", "", "b"], ["merge", "a", "b", ""]], ids=str
+)
+def test_an_empty_name_is_not_the_present_directory(
+    archives: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a shell's variable was not set nothing is looked at or written, and one line with exit code 2 says so."""
+    monkeypatch.chdir(archives / "one")
+    before = sorted(archives.rglob("*"))
+    assert _session(*words) == 2
+    assert "must be some text, not ''" in capsys.readouterr().err
+    assert sorted(archives.rglob("*")) == before
