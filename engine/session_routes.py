@@ -86,7 +86,8 @@ async def _list(request: web.Request) -> web.StreamResponse:
     service.admitted()
     archived = [] if service.shelf is None else await service.shelf.archived()
     views = {view.id: view for view in service.admitted().sessions.values() if view.namespace == service.namespace}
-    cards = [_card(service, view) for view in views.values()]
+    disk_bytes = {each.view.id: each.disk_bytes for each in archived}
+    cards = [_card(service, view, disk_bytes.get(view.id, UNSET)) for view in views.values()]
     cards += [_card(service, each.view, each.disk_bytes) for each in archived if each.view.id not in views]
     return answer(api.encode(api.SessionList(data=tuple(cards))))
 
@@ -101,12 +102,15 @@ async def _read(request: web.Request) -> web.StreamResponse:
     else:
         view = _view(engine, SessionId(name), service.namespace)
         ids = list(view.token_ids) if wanted else []
+        found_bytes = None if service.shelf is None else await service.shelf.disk_bytes(name)
+        disk_bytes = UNSET if found_bytes is None else found_bytes
     if wanted not in ("", "tokens"):
         raise api.unknown_include(wanted)
+    card = _card(service, view, disk_bytes)
     if not wanted:
-        return answer(api.encode(_card(service, view, disk_bytes)))
+        return answer(api.encode(card))
     bytes_of = engine.tokenizer.token_bytes if engine.tokenizer.available else None
-    return answer(await asyncio.to_thread(api.encode_session, view, ids, bytes_of))
+    return answer(await asyncio.to_thread(api.encode_session, card, ids, bytes_of))
 
 
 async def _delete(request: web.Request) -> web.StreamResponse:

@@ -120,6 +120,10 @@ class Shelf:
             found = await beside(partial(_look, place, self._namespace))
         return found, list(found.view.token_ids)
 
+    async def disk_bytes(self, session_id: str) -> int | None:
+        """What the archive of a session takes here, whether or not it is held; None: it has none."""
+        return await beside(partial(_bytes_if_there, self._path / session_id)) if _ID.fullmatch(session_id) else None
+
     async def archived(self) -> list[Archived]:
         """All that lie here, the damaged ones too, by name."""
         return await beside(partial(_look_at_all, self._path, self._namespace))
@@ -303,6 +307,12 @@ def _ages(path: Path) -> dict[str, float]:
 def _disk_bytes(place: Path) -> int:
     with said(str(place), "read"), os.scandir(place) as entries:
         return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+
+
+def _bytes_if_there(place: Path) -> int | None:
+    with suppress(ForebayError):  # removed meanwhile
+        return _disk_bytes(place) if _is_there(place) else None
+    return None
 
 
 def _look(place: Path, namespace: str) -> Archived:

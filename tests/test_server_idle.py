@@ -237,6 +237,8 @@ async def test_a_session_goes_when_its_time_has_come(tmp_path: Path, on_disk: bo
         cards = {card["id"]: card for card in (await call(client, "GET", "/v1/sessions"))["data"]}
         assert cards[brief]["expires_at"] - 60 >= cards[brief]["last_used"]
         assert "expires_at" not in cards[for_ever]
+        whole = await call(client, "GET", f"/v1/sessions/{brief}?include=tokens")
+        assert whole["expires_at"] == cards[brief]["expires_at"], "shown with the tokens too"
         if on_disk:
             for each in (brief, usual, kept_longer):
                 await call(client, "POST", f"/v1/sessions/{each}/archive")

@@ -67,6 +67,9 @@ async def test_an_exported_session_goes_on_in_another_server(tmp_path: Path) -> 
         card = await call(client, "POST", f"/v1/sessions/{made}/export")
         assert card["bytes"]["disk"] == sum(file.stat().st_size for file in (shelf / made).iterdir()) > 0
         whole = await call(client, "GET", f"/v1/sessions/{made}?include=tokens")
+        (listed,) = (await call(client, "GET", "/v1/sessions"))["data"]
+        read = await call(client, "GET", f"/v1/sessions/{made}")
+        assert [each["bytes"] for each in (whole, listed, read)] == [card["bytes"]] * 3, "what is on disk shows beside memory"
         second = await call(client, "POST", "/v1/completions", turn("import sys\n", session={"id": made, "revision": 1}))
         again = await call(client, "POST", f"/v1/sessions/{made}/export")
         assert again["bytes"]["disk"] > card["bytes"]["disk"]
@@ -77,6 +80,7 @@ async def test_an_exported_session_goes_on_in_another_server(tmp_path: Path) -> 
         assert (listed["id"], listed["state"], listed["tokens"], listed["revision"]) == (made, "archived", whole["tokens"], 3)
         assert listed["bytes"]["disk"] > 0
         read = await call(client, "GET", f"/v1/sessions/{made}?include=tokens")
+        assert read["bytes"] == listed["bytes"]
         assert (read["token_ids"], read["text"], read["state"]) == (whole["token_ids"], whole["text"], "archived")
         assert not engine.sessions, "a look restored it"
         back = await call(client, "POST", "/v1/completions", turn("import sys\n", session={"id": made, "revision": 3}))

@@ -54,7 +54,7 @@ class ImportRequest(msgspec.Struct, kw_only=True):
 
 
 class TierBytes(msgspec.Struct, kw_only=True, frozen=True):
-    """Allocated bytes; what sessions share counts for each of them. `disk`: of an archive's files, where that was looked at."""
+    """Allocated bytes; what sessions share counts for each of them. `disk`: of the files of its last archive, if it has one."""
 
     host: int
     device: int
@@ -127,7 +127,7 @@ def session_card(view: SessionView, disk_bytes: int | UnsetType = UNSET, expires
     )  # fmt: skip
 
 
-def encode_session(view: SessionView, ids: list[int], bytes_of: Callable[[int], bytes] | None) -> bytes:
+def encode_session(card: SessionCard, ids: list[int], bytes_of: Callable[[int], bytes] | None) -> bytes:
     """The body of a session with its tokens: `ids`, those of the view when it was made, and their text. A pass over them."""
     text = None if bytes_of is None else b"".join(map(bytes_of, ids)).decode(errors="replace")
-    return msgspec.json.encode(msgspec.structs.replace(session_card(view), tokens=len(ids), token_ids=ids, text=text))
+    return msgspec.json.encode(msgspec.structs.replace(card, tokens=len(ids), token_ids=ids, text=text))
