@@ -8,7 +8,7 @@ import torch
 from kernels.layout import HIDDEN_ROWS, STATE_FIELDS, GroupField, StateField, TableField
 from memory import RingOverrun, barrier
 from memory.offload import OffloadSession
-from streams import CpuBackend, Full
+from streams import CpuBackend, Fault, Full, SeededOrder, TransferFailed, VirtualBackend
 from tests.memory.memory_world import HIDDEN, LAYOUT, TABLE_LAYOUT, Stage, hold, live
 
 both = pytest.mark.parametrize("resident", [False, True], ids=["offload", "resident"])
@@ -262,3 +262,32 @@ async def test_two_random_lives_side_by_side(backend: CpuBackend, resident: bool
         conversation.session.close()
         await conversation.session.operations.settle()
     assert stage.snapshot() == before
+
+
+@both
+async def test_a_table_write_that_fails_breaks_its_session(resident: bool) -> None:
+    """Entries that were not written would be stale for ever: nobody steps on them, and another session is as before."""
+    stage = Stage(VirtualBackend(SeededOrder(1, faults=(Fault("tables"),))), resident=resident)
+    one, two = stage.converse(), stage.converse(session_id="two")
+    one.session.ensure_rows(70, stage.compute)
+    await one.session.operations.settle()
+    assert isinstance(one.session.operations.broken, TransferFailed)
+    await two.decode(70)
+    assert two.session.operations.broken is None
+    two.check()
+
+
+@both
+async def test_a_page_of_its_own_that_fails_breaks_who_cut(resident: bool) -> None:
+    """The copy of a shared page that a cut goes through is lost: who cut is broken, and who shares the page has its keys."""
+    stage = Stage(VirtualBackend(SeededOrder(1, faults=(Fault("own page"),))), resident=resident)
+    one = stage.converse(1400)
+    for _ in range(6):
+        await one.append(200)
+    two = stage.placement.fork(one.session, "two", 1400, 1100, compute=stage.compute, copyback=stage.copyback)
+    await two.operations.settle()
+    two.truncate(1000, stage.compute)
+    await two.operations.settle()
+    assert isinstance(two.operations.broken, TransferFailed)
+    assert one.session.operations.broken is None
+    one.check()
