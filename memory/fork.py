@@ -9,7 +9,7 @@ Invariants:
 2. Nobody waits: copies run on the stream that steps begin on, behind the steps that wrote what they read and before those that replace it.
 3. The tail block and the tail page are copied whole: what lies in them past the last row comes along.
 4. A fork of a session whose own fork or cut fails while it waits is broken too.
-4. Pages that an idle source has given up are filled from its blocks; the source itself stays without.
+5. Pages that an idle source has given up are filled from its blocks; the source itself stays without.
 """
 
 from collections.abc import Callable, Sequence
