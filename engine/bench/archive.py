@@ -6,6 +6,7 @@ Runs rounds of both and says what they show; prints nothing. What is written lie
    the system keeps of files in memory is dropped before each: whoever comes second would else wait for memory that the first one holds.
 2. A ratio is stated only after every block that came in was compared with the one that went out.
 3. What is appended anew are the very tokens of an archived session, really read.
+4. Resuming from RAM is what a turn takes longer in a session that gave its hot cache and pages of index keys up.
 """
 
 import asyncio
@@ -41,6 +42,7 @@ __all__ = ["ArchivePlan", "Archived", "as_json", "run_archives", "table"]
 _VERSION: Final = 1
 _PIECE_BYTES: Final = 1 << 23
 _FORKS: Final = 9
+_TURNS: Final = 9
 _SEED: Final = 20_250_303
 _MADE: Final = SessionId("00000000000000aa")
 
@@ -83,6 +85,8 @@ class Archived:
     import_s: list[float] = field(default_factory=list)
     append_s: list[float] = field(default_factory=list)
     fork_s: list[float] = field(default_factory=list)  # of that session, all of it
+    warm_s: list[float] = field(default_factory=list)  # a turn of one token, to its first
+    rested_s: list[float] = field(default_factory=list)  # the same once hot cache and key pages were given up
     restore_s: list[float] = field(default_factory=list)  # of the session whose tokens are read anew
 
     def ratios(self) -> dict[str, float]:
@@ -93,6 +97,7 @@ class Archived:
             "import_of_plain_read": middle(self.plain_read_s) / middle(self.import_s),
             "second_export_of_first": middle(self.again_s) / middle(self.export_s),
             "fork_of_append": middle(self.fork_s) / middle(self.append_s),
+            "resume_of_append": (middle(self.rested_s) - middle(self.warm_s)) / middle(self.append_s),
             "import_of_append": middle(self.restore_s) / middle(self.append_s),
         }
 
@@ -103,7 +108,7 @@ async def run_archives(plan: ArchivePlan, told: Told) -> Archived:
     place = Path(await asyncio.to_thread(mkdtemp, prefix="forebay-archive-", dir=plan.directory))
     try:
         async with Engine.open(plan.model, plan.engine) as engine:
-            if max(plan.rows + 1, plan.appended + 1) >= engine.context_max:
+            if max(plan.rows + 1, plan.appended + 4 * _TURNS) >= engine.context_max:
                 raise BadSetting(f"the context has {engine.context_max} tokens; fewer --rows or --appended")
             await _sequential(engine, plan, place, found, told)
             await _anew(engine, plan, place, found, told)
@@ -187,12 +192,12 @@ async def _anew(engine: Engine, plan: ArchivePlan, place: Path, found: Archived,
     for number in range(plan.rounds):
         told("rounds of restoring and appending", number, plan.rounds)
         session = await engine.create_session()
-        started = time.perf_counter()
-        async for _ in engine.generate(tokens, Sampling(max_tokens=1, temperature=0.0), session=session):
-            pass
-        found.append_s.append(time.perf_counter() - started)
+        found.append_s.append(await _turn(engine, session, tokens))
         found.fork_s.append(await _forked(engine, session))
         await engine.export_session(session, place / f"read{number}")
+        warm, rested = await _resumed(engine, session)
+        found.warm_s.append(warm)
+        found.rested_s.append(rested)
         await engine.close_session(session)
         await asyncio.to_thread(_forget, place / f"read{number}")
         started = time.perf_counter()
@@ -200,6 +205,28 @@ async def _anew(engine: Engine, plan: ArchivePlan, place: Path, found: Archived,
         found.restore_s.append(time.perf_counter() - started)
         await engine.close_session(session)
     told("rounds of restoring and appending", plan.rounds, plan.rounds)
+
+
+async def _turn(engine: Engine, session: SessionId, tokens: list[int]) -> float:
+    """Seconds of a turn of one new token."""
+    started = time.perf_counter()
+    async for _ in engine.generate(tokens, Sampling(max_tokens=1, temperature=0.0), session=session):
+        pass
+    return time.perf_counter() - started
+
+
+async def _resumed(engine: Engine, session: SessionId) -> tuple[float, float]:
+    """Seconds of a turn of one token in a session that has everything, and in one that gave its hot cache and key pages up; medians."""
+    warm, rested = [], []
+    for _ in range(_TURNS):
+        warm.append(await _turn(engine, session, [1]))
+        await engine.stage.streams.idle()
+        memory = engine._sessions[session].memory
+        assert memory is not None, "it has just had a turn"
+        await memory.operations.settle()
+        engine.stage.placement.shed(memory, shared=True)
+        rested.append(await _turn(engine, session, [1]))
+    return statistics.median(warm), statistics.median(rested)
 
 
 async def _forked(engine: Engine, session: SessionId) -> float:
@@ -274,7 +301,9 @@ def table(plan: ArchivePlan, found: Archived) -> Table:
     shown.add_row("export of nothing new", f"{statistics.median(found.again_s):.3f}", f"{found.again_bytes / 2**20:.2f} MiB in all")
     shown.add_row(f"import of {plan.appended:,} rows", f"{statistics.median(found.restore_s):.3f}", "")
     shown.add_row("a fork of them", f"{statistics.median(found.fork_s):.5f}", "")
-    shown.add_row("the same read anew", f"{statistics.median(found.append_s):.3f}", "")
+    shown.add_row("a turn of one token", f"{statistics.median(found.warm_s):.5f}", "")
+    shown.add_row("the same after giving up hot cache and keys", f"{statistics.median(found.rested_s):.5f}", "")
+    shown.add_row("the rows read anew", f"{statistics.median(found.append_s):.3f}", "")
     return shown
 
 

@@ -52,7 +52,8 @@ def run(invocation: Invocation) -> int:
     console.print(
         Text(
             f"export at {ratios['export_of_plain_write']:.0%} of a plain write, import at {ratios['import_of_plain_read']:.0%} of a plain "
-            f"read; an import takes {ratios['import_of_append']:.1%} of reading the tokens anew, a fork {ratios['fork_of_append']:.3%}"
+            f"read; an import takes {ratios['import_of_append']:.1%} of reading the tokens anew, a fork {ratios['fork_of_append']:.3%}, "
+            f"resuming in RAM {ratios['resume_of_append']:.3%}"
         )
     )
     return 0

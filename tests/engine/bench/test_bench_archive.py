@@ -28,6 +28,7 @@ def test_it_says_ratios_and_leaves_nothing(tmp_path: Path, capsys: pytest.Captur
     assert found["again_bytes"] < found["payload_bytes"] / 10
     assert found["ratios"]["import_of_append"] < 1
     assert found["ratios"]["fork_of_append"] < 1
+    assert -1 < found["ratios"]["resume_of_append"] < 1
     assert os.listdir(disk) == []
 
 
