@@ -13,7 +13,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -207,10 +207,10 @@ async def _anew(engine: Engine, plan: ArchivePlan, place: Path, found: Archived,
     told("rounds of restoring and appending", plan.rounds, plan.rounds)
 
 
-async def _turn(engine: Engine, session: SessionId, tokens: list[int]) -> float:
+async def _turn(engine: Engine, session: SessionId, tokens: Sequence[int]) -> float:
     """Seconds of a turn of one new token."""
     started = time.perf_counter()
-    async for _ in engine.generate(tokens, Sampling(max_tokens=1, temperature=0.0), session=session):
+    async for _ in engine.generate(list(tokens), Sampling(max_tokens=1, temperature=0.0), session=session):
         pass
     return time.perf_counter() - started
 
