@@ -368,9 +368,12 @@ async def test_no_archive_has_what_was_not_mirrored(tmp_path: Path, placement: s
                         break
                     except UnknownSession:
                         continue
-                    except NotAdmitted as error:  # others that wait hold the memory: a client comes again
+                    except NotAdmitted as error:  # others that wait hold the memory: a client comes again later
                         if error.retry_after_s is None:
                             raise
+                        # It is told to wait, for the others that do: its own session has to leave for one of them.
+                        while session in engine.sessions and engine._loop.waiting:  # noqa: ASYNC110
+                            await asyncio.sleep(0)
                 talks[session].append((asked, tokens))
                 if draw.random() < 0.5 and session in engine.sessions:
                     with contextlib.suppress(SessionBusy):
