@@ -54,17 +54,18 @@ async def test_company_of_mixed_depths(checkpoint: Path) -> None:
 @pytest.mark.parametrize("depth", [1, 3, 7])
 async def test_forced_runs_are_one(checkpoint: Path, depth: int) -> None:
     """With drafts accepted by (seed, position), hundreds of runs of every length: offload, resident and steps issued anew agree."""
-    turns, found = [(ids(100, 3), 400)], []
+    tokens = 1200 if depth == 7 else 400  # seven in a row are accepted in one step of some twenty
+    turns, found = [(ids(100, 3), tokens)], []
     for placement, graphs in (("resident", "off"), ("offload", "on"), ("offload", "off")):
         config = card(placement=placement, graphs=graphs, draft_depth=depth, force_accept_rate=0.65, row_format="q8g64")
         async with Engine.open(checkpoint, config) as engine:
-            result = await collect(engine, turns, sampled(400, 0.0, 9))
+            result = await collect(engine, turns, sampled(tokens, 0.0, 9))
             statistics = engine.statistics()
             found.append((result, statistics.drafts_proposed, statistics.drafts_accepted))
     for result, proposed, accepted in found[1:]:
         assert result.same_bits(found[0][0])
         assert (proposed, accepted) == found[0][1:]
-    assert found[0][2][depth - 1] >= 3, "hardly a run was accepted in full"  # of some 150, at 0.65 to the 7th
+    assert found[0][2][depth - 1] > 10, "no run was ever accepted in full"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

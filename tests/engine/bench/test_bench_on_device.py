@@ -73,7 +73,7 @@ def test_a_step_on_tape_is_the_recordings_own(model: Path, tmp_path: Path) -> No
 
 
 def test_the_loop_is_woken(tmp_path: Path) -> None:
-    """Waking takes more than nothing, and at the median less than a millisecond longer than asking without a loop.
+    """Waking takes more than nothing, and at the median less than a fifth of a millisecond longer than asking without a loop.
 
     Whoever else uses the card shifts both.
     """
@@ -81,7 +81,7 @@ def test_the_loop_is_woken(tmp_path: Path) -> None:
     assert line("host", "--device", "cuda", "--turns", "50", "--json", str(target)) == 0
     found = json.loads(target.read_text())
     assert found["bare_us"]["p50"] > 0
-    assert 0 < found["wake_us"]["p50"] < found["bare_us"]["p50"] + 1_000
+    assert 0 < found["wake_us"]["p50"] < found["bare_us"]["p50"] + 200
     assert found["round_us"] > 0
     assert len(found["launch_us"]) == 4
     assert all(one["p50"] > 0 for one in found["launch_us"].values())
