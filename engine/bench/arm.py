@@ -4,11 +4,12 @@ The generation has a few tokens that warm up, then the measured ones, then those
 measured ones are timed. Judges nothing.
 
 1. Arms of one comparison differ in the settings that the caller changes and in nothing else: same ids, same history, same lengths.
-2. A step's time is between two tokens as a reader on the engine's loop gets them; one token a step.
+2. A step's time is between the last tokens of two steps as a reader on the engine's loop gets them; drafts bring several tokens a step.
 3. The engine is gone, and its device memory given back, when the arm is returned; weights stay where the caller keeps them.
 """
 
 import asyncio
+import bisect
 import functools
 import gc
 import hashlib
@@ -53,7 +54,8 @@ class Load:
 
     model: Path
     history: SyntheticHistory | None = None
-    prompt_tokens: int = 64
+    prompt_tokens: int = 64  # seeded ids
+    prompt_text: str | None = None  # in place of seeded ids
     warmup_tokens: int = 16
     new_tokens: int = 256
     probe_tokens: int = 64  # behind the measured ones, watched; 0: none, and nothing observes the streams
@@ -81,7 +83,7 @@ class Arm:
     context_rows: int  # in front of the first measured token
     first_token_s: float  # from the request to its first token
     append_s: float  # from the last made-up row to the first token; with no such rows from the request
-    steps_s: tuple[float, ...]  # one a measured token
+    steps_s: tuple[float, ...]  # of the measured tokens
     loop_cpu_s: float  # processor time of the loop's thread over the measured tokens, asking for events included
     hits: int
     misses: int
@@ -90,6 +92,8 @@ class Arm:
     transient_bytes: int | None  # device memory beyond long-lived buffers while the prompt was read; None without a device
     floor: StepBytes
     window: Window | None
+    depth: int = 0  # drafts a step
+    timed_tokens: int | None = None  # None: one a step
 
     @property
     def sha256(self) -> str:
@@ -98,8 +102,13 @@ class Arm:
 
     @property
     def tokens_per_second(self) -> float:
-        """Measured tokens over the time from the one before them to the last of them."""
-        return len(self.steps_s) / sum(self.steps_s)
+        """Measured tokens over the time of their steps."""
+        return self.tokens_per_step * len(self.steps_s) / sum(self.steps_s)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Measured tokens a step, on average."""
+        return 1.0 if self.timed_tokens is None else self.timed_tokens / len(self.steps_s)
 
     @property
     def miss_rate(self) -> float | None:
@@ -117,18 +126,26 @@ class Kept:
 
 @dataclass(slots=True)
 class _Taken:
-    """Tokens as they came."""
+    """Tokens as they came, and of each step its time, the loop thread's, and how many tokens there were behind it."""
 
     ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     at_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    accepted: int = 0
 
     def take(self, chunk: Chunk) -> None:
-        """The tokens of a chunk that came now."""
-        for token in chunk.token_ids:
-            self.ids.append(token)
+        """A token that came now. One that no draft had said ends its step."""
+        self.ids.extend(chunk.token_ids)
+        guessed, self.accepted = chunk.usage.accepted_drafts > self.accepted, chunk.usage.accepted_drafts
+        if chunk.token_ids and (not guessed or chunk.finish_reason is not None):
+            self.ends.append(len(self.ids))
             self.at_s.append(time.perf_counter())
             self.cpu_s.append(time.thread_time())
+
+    def step_at(self, tokens: int) -> int:
+        """The first step behind which there were `tokens` tokens."""
+        return bisect.bisect_left(self.ends, tokens)
 
 
 def seeded_prompt(vocabulary: int, tokens: int, seed: int = _SEED) -> tuple[int, ...]:
@@ -176,15 +193,17 @@ async def forget_engines(config: EngineConfig) -> None:
 
 async def _run_alone(load: Load, config: EngineConfig, watch: Watch, kept: Kept | None) -> Arm:
     async with watched_engine(load, config, watch, kept) as (engine, probe):
-        prompt = seeded_prompt(engine.stage.model.config.vocabulary, load.prompt_tokens)
+        prompt = load.prompt_text or seeded_prompt(engine.stage.model.config.vocabulary, load.prompt_tokens)
         return await measure(engine, load, prompt, probe, watch)
 
 
 async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | None, watch: Watch, session: SessionId | None = None) -> Arm:
     """One generation of an open engine. `session`: continue it; the load's history is for a session of its own."""
-    sampling = Sampling(max_tokens=load.answer_tokens, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=load.answer_tokens, temperature=0.0, seed=_SEED, ignore_eos=True)  # forced acceptance asks the seed
     stage, placement = engine.stage, engine.config.placement
-    first, last = load.warmup_tokens - 1, load.warmup_tokens + load.new_tokens - 1
+    timed_to = load.warmup_tokens + load.new_tokens
+    # Asking for counts waits for the device: some steps before the first that is timed, and before the probe begins.
+    ahead, watched_from = max(1, load.warmup_tokens - 1 - _SETTLE), timed_to + _SETTLE
     history = load.history if session is None else None
     taken, memory, window = _Taken(), _Memory(engine), None
     before = after = engine.statistics()
@@ -194,15 +213,15 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
             generation, history, memory, lambda done, total: watch(f"{placement}: reading", done, total)
         )
         while True:
+            had = len(taken.ids)
             taken.take(chunk)
-            # Asking for counts waits for the device: some steps before the first that is timed, and before the probe begins.
-            if len(taken.ids) == max(1, first - _SETTLE):
+            if had < ahead <= len(taken.ids):
                 before = engine.statistics()
-            elif len(taken.ids) == last + 1:
+            elif had < timed_to <= len(taken.ids):
                 after = engine.statistics()
-            elif len(taken.ids) == last + 1 + _SETTLE and probe is not None:
+            elif had < watched_from <= len(taken.ids) and probe is not None:
                 probe.begin()
-            if len(taken.ids) % _REDRAW_TOKENS == 0 or chunk.finish_reason is not None:
+            if len(taken.ids) // _REDRAW_TOKENS > had // _REDRAW_TOKENS or chunk.finish_reason is not None:
                 watch(f"{placement}: decoding", len(taken.ids), load.answer_tokens)
             if chunk.finish_reason is not None:
                 break
@@ -211,7 +230,9 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
         window = probe.end()
     if len(taken.ids) != load.answer_tokens:
         raise ForebayError(f"{load.answer_tokens} tokens were asked for and {len(taken.ids)} came")
-    rows = chunk.usage.prompt_tokens + first
+    first, last = taken.step_at(load.warmup_tokens), taken.step_at(timed_to)
+    rows, timed = chunk.usage.prompt_tokens + taken.ends[first] - 1, taken.ends[last] - taken.ends[first]
+    depth = engine.config.draft_depth or 0
     return Arm(
         placement=placement, token_ids=tuple(taken.ids), context_rows=rows, first_token_s=taken.at_s[0] - asked_s,
         append_s=taken.at_s[0] - appending_s,
@@ -219,7 +240,7 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
         loop_cpu_s=taken.cpu_s[last] - taken.cpu_s[first],
         hits=after.hits - before.hits, misses=after.misses - before.misses, ring_reads=after.ring_reads - before.ring_reads,
         device_bytes=memory.at_first_token_bytes, transient_bytes=memory.transient_bytes,
-        floor=step_bytes(stage.model, stage.layout, length=rows + load.new_tokens / 2), window=window,
+        floor=step_bytes(stage.model, stage.layout, length=rows + timed / 2, depth=depth), window=window, depth=depth, timed_tokens=timed,
     )  # fmt: skip
 
 

@@ -3,11 +3,13 @@
 Runs arms in the order given and says what they show; prints nothing and writes nothing.
 
 1. Arms whose outputs differ have no speed: neither the table nor the JSON shows one.
-2. The floor is of the arm's own steps, at their mean history; a ratio of 1 cannot be beaten.
+2. The floor is of the arm's own steps, at their mean history and with their number of rows; a ratio of 1 cannot be beaten.
 3. On a CPU times of a shared machine mean little: only ratios are shown.
 """
 
 import dataclasses
+import hashlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,16 +35,19 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to run. `placements` in the order of the arms; one may come more than once. Raises BadSetting."""
+    """What to run: every depth of drafts in every placement, in this order; one may come twice. Raises BadSetting."""
 
     load: Load
-    engine: EngineConfig  # its placement is set by each arm
+    engine: EngineConfig  # placement and draft depth are set by each arm
     placements: tuple[str, ...] = _PLACEMENTS
+    depths: tuple[int | None, ...] = (0,)
 
     def __post_init__(self) -> None:
         check_placements(self.placements)
-        if self.engine.draft_depth != 0:
-            raise BadSetting("bench decode measures steps of one row and their floor: leave --draft-depth at 0; the gate measures drafts")
+        if not self.depths or None in self.depths:
+            raise BadSetting("bench decode knows the floor of steps of a fixed number of rows: give --draft-depth 0 to 7, not auto")
+        if len(set(self.depths)) > 1 and self.engine.force_accept_rate:
+            raise BadSetting("--force-accept-rate makes the text depend on the depth: measure one depth of --draft-depths at a time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +77,14 @@ class Comparison:
         return statistics.fmean(arm.steps_s) / self.floor_s(arm)
 
     def over_resident(self, arm: Arm) -> float | None:
-        """The arm's mean step over the mean of all resident ones; None without any."""
-        steps = [step for one in self.arms if one.placement == "resident" for step in one.steps_s]
+        """The arm's mean step over the mean of all resident ones of its depth; None without any."""
+        steps = [step for one in self.arms if one.placement == "resident" and one.depth == arm.depth for step in one.steps_s]
         return statistics.fmean(arm.steps_s) / statistics.fmean(steps) if steps else None
+
+    def over_undrafted(self, arm: Arm) -> float | None:
+        """The arm's tokens a second over those of the arms of its placement that draft nothing; None without any."""
+        rates = [one.tokens_per_second for one in self.arms if one.placement == arm.placement and one.depth == 0]
+        return arm.tokens_per_second / statistics.fmean(rates) if rates else None
 
 
 def check_placements(placements: Sequence[str]) -> None:
@@ -88,8 +98,8 @@ def check_placements(placements: Sequence[str]) -> None:
 async def compare(plan: DecodePlan, watch: Watch) -> Comparison:
     """Run the arms, one after another. Raises ForebayError."""
     kept, arms = Kept(), []
-    for name in plan.placements:
-        config = dataclasses.replace(plan.engine, placement=name)  # type: ignore[arg-type]  # checked by the plan
+    for depth, name in itertools.product(plan.depths, plan.placements):
+        config = dataclasses.replace(plan.engine, placement=name, draft_depth=depth)  # type: ignore[arg-type]  # checked by the plan
         arms.append(await run_arm(plan.load, config, watch, kept))
     device = device_of(plan.engine)
     return Comparison(tuple(arms), copy_bandwidth(device), device)
@@ -100,14 +110,20 @@ def first_difference(arms: Sequence[Arm]) -> str:
     for arm in arms[1:]:
         for place, (one, other) in enumerate(zip(arms[0].token_ids, arm.token_ids, strict=False)):
             if one != other:
-                return f"token {place} is {one} with {arms[0].placement} and {other} with {arm.placement}"
+                return f"token {place} is {one} with {_name(arms[0])} and {other} with {_name(arm)}"
         if len(arm.token_ids) != len(arms[0].token_ids):
-            return f"{arms[0].placement} gave {len(arms[0].token_ids)} tokens and {arm.placement} {len(arm.token_ids)}"
+            return f"{_name(arms[0])} gave {len(arms[0].token_ids)} tokens and {_name(arm)} {len(arm.token_ids)}"
     return ""
 
 
+def _name(arm: Arm) -> str:
+    return arm.placement + (f" and {arm.depth} drafts" if arm.depth else "")
+
+
 def added_us(arms: Sequence[Arm]) -> float | None:
-    """Microseconds a mean step of the offload arms takes longer than one of the resident arms; None without both."""
+    """Microseconds a mean step of the offload arms takes longer than one of the resident arms; None without both, or of several depths."""
+    if len({arm.depth for arm in arms}) > 1:
+        return None
     steps = {name: [step for arm in arms if arm.placement == name for step in arm.steps_s] for name in _PLACEMENTS}
     if not all(steps.values()):
         return None
@@ -117,13 +133,15 @@ def added_us(arms: Sequence[Arm]) -> float | None:
 def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
     """An arm as JSON values, without its speed unless all outputs are equal; without absolute times on a CPU."""
     fields: dict[str, Any] = {
-        "placement": arm.placement, "sha256": arm.sha256, "tokens": len(arm.token_ids), "context_rows": arm.context_rows,
+        "placement": arm.placement, "draft_depth": arm.depth, "sha256": arm.sha256,
+        "tokens": len(arm.token_ids), "context_rows": arm.context_rows,
         "hits": arm.hits, "misses": arm.misses, "ring_reads": arm.ring_reads, "miss_rate": arm.miss_rate,
         "device_bytes": arm.device_bytes, "transient_bytes": arm.transient_bytes, "floor_bytes": dataclasses.asdict(arm.floor),
     }  # fmt: skip
     if not found.equal:
         return fields
     fields |= {"step_over_floor": found.over_floor(arm), "step_over_resident": found.over_resident(arm)}
+    fields |= {"tokens_per_step": arm.tokens_per_step, "rate_over_undrafted": found.over_undrafted(arm)}
     fields["idle_share"] = None if arm.window is None else arm.window.idle_share
     fields["between_steps_share"] = None if arm.window is None else arm.window.between_steps
     if found.absolute:
@@ -161,6 +179,8 @@ def _plan_fields(plan: DecodePlan) -> dict[str, Any]:
     """What was asked for; a model by its name alone."""
     fields = dataclasses.asdict(plan)
     fields["load"]["model"] = plan.load.model.name
+    if plan.load.prompt_text is not None:
+        fields["load"]["prompt_text"] = hashlib.sha256(plan.load.prompt_text.encode()).hexdigest()
     return fields
 
 
@@ -168,7 +188,9 @@ def table(found: Comparison) -> Table:
     """A row an arm; nothing of speed when outputs differ."""
     drawn = Table(title="decode steps, one session", title_justify="left")
     titles = ["arm", "rows", "misses", "output"]
+    drafted = any(arm.depth for arm in found.arms)
     if found.equal:
+        titles += ["tok/step", "rate/no drafts"] if drafted else []
         titles += ["step us p50", "p90", "mean", "tok/s", "floor us"] if found.absolute else []
         titles += ["step/floor", "step/resident", "device idle", "between steps"]
         titles += ["loop us", "launching"] if found.absolute else []
@@ -177,14 +199,20 @@ def table(found: Comparison) -> Table:
     for arm in found.arms:
         same = arm.token_ids == found.arms[0].token_ids
         output = Text(arm.sha256[:12]) if same else Text(f"{arm.sha256[:12]} DIFFERS", style="bold red")
-        cells = [Text(arm.placement), Text(f"{arm.context_rows:,}"), Text(_share(arm.miss_rate)), output]
-        drawn.add_row(*cells, *(map(Text, _speed_cells(found, arm)) if found.equal else ()))
+        cells = [
+            Text(f"{arm.placement}, {arm.depth} drafts" if drafted else arm.placement),
+            Text(f"{arm.context_rows:,}"),
+            Text(_share(arm.miss_rate)),
+            output,
+        ]
+        drawn.add_row(*cells, *(map(Text, _speed_cells(found, arm, drafted)) if found.equal else ()))
     return drawn
 
 
-def _speed_cells(found: Comparison, arm: Arm) -> list[str]:
-    cells: list[str] = []
+def _speed_cells(found: Comparison, arm: Arm, drafted: bool) -> list[str]:
     fields = _arm_fields(found, arm)
+    over = fields["rate_over_undrafted"]
+    cells = [f"{arm.tokens_per_step:.2f}", "-" if over is None else f"{over:.3f}"] if drafted else []
     if found.absolute:
         times = fields["step_us"]
         cells += [f"{times['p50']:.1f}", f"{times['p90']:.1f}", f"{times['mean']:.1f}"]

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from engine.model.bytes import step_weights
+from engine.model.bytes import draft_weights, step_weights
 from engine.model.glm import Model
 from kernels.layout import BlockLayout
 
-__all__ = ["StepBytes", "copy_bandwidth", "step_bytes"]
+__all__ = ["StepBytes", "copy_bandwidth", "expected_experts", "step_bytes"]
 
 _COPY_BYTES = 2 << 30  # far beyond any cache of the card
 _COPY_BYTES_CPU = 64 << 20
@@ -26,28 +26,44 @@ _COPIES = 12
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one decode step must read."""
+    """Bytes that one decode step must read. `drafts`: what guessing the next step's drafts reads, its own keys and rows included."""
 
     weights: int
     keys: int
     rows: int
+    drafts: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.keys + self.rows
+        return self.weights + self.keys + self.rows + self.drafts
 
 
-def step_bytes(model: Model, layout: BlockLayout, *, length: float) -> StepBytes:
-    """Of a step of one session at a history of `length` rows (a mean may be no whole number), without drafts."""
+def step_bytes(model: Model, layout: BlockLayout, *, length: float, depth: int = 0) -> StepBytes:
+    """Of a step of one session at a history of `length` rows (a mean may be no whole number).
+
+    Args: depth: drafts a step judges beside its own row, and then makes anew. Rows of one session read its keys once, and at least one
+        row's picks; `depth` + 1 rows choose `expected_experts` of each layer.
+    """
     assert length >= 1, f"a step reads at least its own row, not {length}"
     full = sum(layer.full for layer in model.layers)
     picks = min(model.config.top_k, length)
+    experts = expected_experts(model.config.experts, model.config.experts_per_token, depth + 1) if depth else None
+    drafts = 0.0
+    if depth:
+        selections = 1 if model.config.share_mtp_selection else depth
+        drafts = depth * draft_weights(model, 1).total + selections * (length * layout.key.key_bytes + picks * layout.row.row_bytes)
     return StepBytes(
-        weights=step_weights(model, 1).total,
+        weights=step_weights(model, depth + 1, experts=experts).total,
         keys=round(full * length * layout.key.key_bytes),
         rows=round(len(model.layers) * picks * layout.row.row_bytes),
+        drafts=round(drafts),
     )
+
+
+def expected_experts(experts: int, chosen: int, rows: int) -> int:
+    """Distinct experts that `rows` rows choose, `chosen` of `experts` each, on average where rows choose evenly and by themselves."""
+    return max(chosen, int(experts * (1 - (1 - chosen / experts) ** rows))) if experts else 0
 
 
 def copy_bandwidth(device: torch.device, size_bytes: int = 0) -> float:

@@ -14,6 +14,9 @@ from rich.text import Text
 
 from engine.commands.command import Command, Invocation
 from engine.commands.measuring import add_json, count_of, engine_flags, json_target, measured, results
+from engine.commands.run import read_prompt
+from engine.config import DRAFT_DEPTH_MAX
+from engine.errors import BadSetting
 from engine.gate import parse_history
 from engine.settings import SETTINGS, add_flags
 
@@ -44,11 +47,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--history", metavar="synthetic:SEED:ROWS", help="made-up rows before the prompt")
     parser.add_argument("--prompt-tokens", dest="prompt_tokens", metavar="N", help="seeded ids that are really read (64)")
+    parser.add_argument("--prompt-file", dest="prompt_file", metavar="FILE", help="a text to read in place of seeded ids")
     parser.add_argument("--warmup-tokens", dest="warmup_tokens", metavar="N", help="first tokens of the answer, not timed (16)")
     parser.add_argument("--new-tokens", dest="new_tokens", metavar="N", help="timed tokens behind them (256)")
     parser.add_argument("--probe-tokens", dest="probe_tokens", metavar="N", help="watched tokens behind those (64); 0: nothing is watched")
     parser.add_argument(
         "--placements", metavar="LIST", default="resident,offload", help="arms in order; one may come twice (resident,offload)"
+    )
+    parser.add_argument(
+        "--draft-depths", dest="draft_depths", metavar="LIST", help="run all arms at each of these depths (what --draft-depth says)"
     )
 
 
@@ -58,10 +65,25 @@ def _load(invocation: Invocation) -> "Load":
     given: dict[str, Any] = {name: count for name in _COUNTS if (count := count_of(options, name)) is not None}
     if options.get("history") is not None:
         given["history"] = parse_history(str(options["history"]))
+    if options.get("prompt_file") is not None:
+        if "prompt_tokens" in given:
+            raise BadSetting("--prompt-file and --prompt-tokens exclude each other; give one")
+        given["prompt_text"] = read_prompt(str(options["prompt_file"]))
     model = invocation.settings.model_directory()
     from engine.bench.arm import Load
 
     return Load(model=model, **given)
+
+
+def _depths(invocation: Invocation) -> tuple[int | None, ...]:
+    """`--draft-depths`, else the one depth of the settings. Raises BadSetting."""
+    given = invocation.options.get("draft_depths")
+    if given is None:
+        return (invocation.settings.engine.draft_depth,)
+    names = [one.strip() for one in str(given).split(",")]
+    if not all(name.isdecimal() and int(name) <= DRAFT_DEPTH_MAX for name in names):
+        raise BadSetting(f"--draft-depths must be a list of numbers from 0 to {DRAFT_DEPTH_MAX} with commas between, not {given!r}")
+    return tuple(map(int, names))
 
 
 async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
@@ -72,10 +94,11 @@ async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":
 
 def run(invocation: Invocation) -> int:
     """Returns 0 when all outputs are equal, else 1. Raises ForebayError."""
-    target, load = json_target(invocation.options), _load(invocation)
+    target, depths, load = json_target(invocation.options), _depths(invocation), _load(invocation)
     from engine.bench.decode import DecodePlan, added_us, first_difference, table
 
-    found = uvloop.run(_measure(DecodePlan(load, invocation.settings.engine, placements_of(invocation.options)), target))
+    plan = DecodePlan(load, invocation.settings.engine, placements_of(invocation.options), depths)
+    found = uvloop.run(_measure(plan, target))
     console = results()
     console.print(table(found))
     if not found.equal:

@@ -19,7 +19,7 @@ from engine.protocol import EngineFace, GenerationFace, SessionId
 from engine.sampling import Sampling
 from engine.settings import SETTINGS, add_flags, parse_integer, parse_seconds
 
-__all__ = ["COMMAND"]
+__all__ = ["COMMAND", "read_prompt"]
 
 log = structlog.get_logger()
 
@@ -57,7 +57,8 @@ def _sampling(invocation: Invocation) -> Sampling:
     return Sampling(max_tokens=_number(invocation, "max_tokens"), temperature=temperature, seed=_number(invocation, "seed"))
 
 
-def _read_prompt(name: str) -> str:
+def read_prompt(name: str) -> str:
+    """The text of a file, or of standard input where `name` is -. Raises BadSetting naming --prompt-file."""
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
@@ -133,7 +134,7 @@ def run(invocation: Invocation) -> int:
     logs.configure(settings.server.log_format)
     sampling = _sampling(invocation)
     settings.model_directory()  # refused before the prompt is read from a pipe
-    prompt = _read_prompt(str(invocation.options["prompt_file"]))
+    prompt = read_prompt(str(invocation.options["prompt_file"]))
     uvloop.run(_generate(invocation, prompt, sampling))
     return 0
 

@@ -264,8 +264,10 @@ def test_differences_are_named() -> None:
         (("decode", "m", "--history", "real:1:2"), "--history must be synthetic:SEED:ROWS"),
         (("decode", "m", "--json", "/nowhere/at/all.json"), "cannot write"),
         (("decode", "m", "--placement", "offload"), "--placement means nothing"),
-        (("decode", "m", "--draft-depth", "3"), "leave --draft-depth at 0"),
-        (("decode", "m", "--draft-depth", "auto"), "leave --draft-depth at 0"),
+        (("decode", "m", "--draft-depth", "auto"), "give --draft-depth 0 to 7, not auto"),
+        (("decode", "m", "--draft-depths", "0,8"), "--draft-depths must be a list of numbers"),
+        (("decode", "m", "--prompt-file", "/nowhere/at/all"), "--prompt-file: cannot read"),
+        (("decode", "m", "--prompt-file", "x", "--prompt-tokens", "3"), "exclude each other"),
         (("decode", "m", "--hot-rows", "-5"), "hot_rows must be at least 0"),
     ],
 )
