@@ -14,7 +14,8 @@ Parts
     stored.py          histories that outlive their requests; prefix.py: which of them a prompt begins with
     departures.py      idle sessions that leave for the disk to make room; retention.py: how long a server keeps a session
     http.py            what routes share; session_routes.py: /v1/sessions; service.py: the engine once it is open
-    waiting_line.py    who waits, who is refused; append_queue.py: running appends; batches.py: steps in flight and their tables
+    waiting_line.py    who waits, who is refused; append_queue.py: running appends
+    decoding.py        who decodes, the step in flight; batches.py: buckets of buffers and their tables
     decode.py          one decode step as operations on streams; append.py: rows in bulk; rows.py: how both write a layer's rows
     chain.py           a step's order of operations
     stage.py           layers of one device with their memory and streams; sampling_table.py: parameters of a step's places

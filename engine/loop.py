@@ -10,14 +10,11 @@ Invariants:
 """
 
 import asyncio
-from typing import Any
-
-import structlog
-from torch import Tensor
 
 from engine.append import AppendOutput
 from engine.append_queue import AppendQueue
-from engine.batches import Batches, Flight, reach
+from engine.batches import Batches
+from engine.decoding import Decoding
 from engine.departures import Departures
 from engine.depth import DraftDepth
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
@@ -28,11 +25,8 @@ from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import StoredSessions, Storing
 from engine.waiting_line import WaitingLine
-from streams import Event
 
 __all__ = ["StepLoop"]
-
-_log = structlog.get_logger("engine")
 
 
 class StepLoop:
@@ -48,12 +42,11 @@ class StepLoop:
         self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
-        self.decoding: list[Request] = []
         self.reads = Reads()  # of sessions that are closed
         self._limit = decode_batch_limit
         self._batches = Batches(stage)
+        self._decode = Decoding(stage, self._batches, self.depth, self._ended, rolls_back=self.stored.stores)
         self._appends = AppendQueue(stage)
-        self._flight: Flight | None = None
         self._wake = asyncio.Event()
         self._held_up = False  # whether somebody startable waits for memory; whoever may give it back wakes the loop
         self._closing = False
@@ -75,6 +68,11 @@ class StepLoop:
     def appending(self) -> list[Request]:
         """Requests whose prompt is being read, oldest first."""
         return self._appends.requests
+
+    @property
+    def decoding(self) -> list[Request]:
+        """Requests that have their first token, in order of its coming."""
+        return self._decode.requests
 
     @property
     def requests(self) -> tuple[Request, ...]:
@@ -153,7 +151,7 @@ class StepLoop:
             self._idle.set()
 
     def _nothing_left(self) -> bool:
-        left = bool(self.decoding or self.appending or self.waiting) or self._flight is not None
+        left = bool(self.decoding or self.appending or self.waiting) or self._decode.flight is not None
         if not left:
             self._idle.set()
         return not left
@@ -171,7 +169,7 @@ class StepLoop:
         self._reap()
         self._nothing_left()
         decision = decide(
-            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, steps_taken=self._batches.steps,
+            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._decode.may_step, steps_taken=self._batches.steps,
             decode_batch_limit=self._limit,
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
@@ -188,18 +186,16 @@ class StepLoop:
 
     async def _turn(self, decision: Decision[Request]) -> None:
         """Submit what was decided, then follow what was in flight."""
-        previous, self._flight = self._flight, None
-        if decision.decode:
-            self._flight = self._batches.submit(decision.decode, self.depth.choose(len(decision.decode)), previous)
+        previous = self._decode.submit(decision.decode)
         self._append_turn()
         if previous is not None:
-            await self._follow(previous)
-        elif self._flight is not None:
+            await self._decode.follow(previous)
+        elif self._decode.flight is not None:
             return
         elif self._appends.unit is not None:
             await self._appends.unit.wait_done()
         elif self.decoding:
-            await self._wait_room()
+            await self._decode.wait_room()
         elif not self.appending:
             await self._wait_work()
 
@@ -211,24 +207,13 @@ class StepLoop:
         if self._held_up or (not self._line.can_move() and not (self._closing and not self.waiting)):
             await self._wake.wait()
 
-    async def _wait_room(self) -> None:
-        """Nobody may step before a copyback completes: wait for one."""
-        await self.stage.streams.copyback.idle()
-        stuck = [one for one in self.decoding if one.may_step and not self._may_step(one) and one.session.broken is None]
-        assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
-
     def _reap(self) -> None:
         """End requests that were aborted or whose session broke, once no operation is in flight for them."""
         self._line.reap()
         for request in [one for one in self.appending if one.aborted and self._appends.may_stop(one)]:
             self._appends.stop(request)
             self._end_append(request, None)
-        for request in [one for one in self.decoding if one.in_flight == 0]:
-            if request.aborted:
-                request.end("abort")
-                self._leave(request)
-            elif (broken := request.session.broken) is not None:
-                self._break(request, SessionBroken(f"a copy to host memory failed: {broken}"))
+        self._decode.reap()
 
     # Admission and append.
 
@@ -271,8 +256,7 @@ class StepLoop:
             session.revision += 1
             self._ended(request)
         else:
-            session.move(Phase.DECODING)
-            self.decoding.append(request)
+            self._decode.add(request)
 
     def _end_append(self, request: Request, error: ForebayError | None) -> None:
         """An append that gives no token: at an abort the session keeps the rows of finished chunks; after an error it is broken."""
@@ -287,111 +271,6 @@ class StepLoop:
             session.move(Phase.READY)
             request.end("abort")
         self._ended(request)
-
-    # Decode.
-
-    def _may_step(self, request: Request) -> bool:
-        memory = request.session.memory
-        return request.may_step and memory is not None and memory.room(memory.counts.logical, reach(1 + self.depth.most))
-
-    async def _follow(self, flight: Flight) -> None:
-        """Read a step's tokens and act on them."""
-        await flight.events.output.wait_done()
-        failure = flight.events.output.error()
-        if failure is not None:
-            self._fail_step(flight, failure)
-            return
-        output = flight.events.output.result()
-        found = output.read()
-        for place, request in enumerate(flight.members):
-            request.in_flight -= 1
-            memory, own = request.session.memory, found[place]
-            assert memory is not None, "memory outlives the steps that read it"
-            memory.counts.retract(flight.rows[place] - own.accepted)
-            if not (request.finished or request.aborted):
-                self.depth.note(own.judged, own.accepted - 1)
-                logits = None if output.logits is None or not request.wants_logits else output.logits[place]
-                run = list(zip(own.tokens, own.bad_layer, strict=True))[: own.accepted]
-                if not self._take_run(request, run, own.judged, logits, flight.events.done):
-                    continue
-            if request.in_flight == 0 and (request.finished or request.aborted):
-                request.end("abort")  # nothing if it has finished
-                self._leave(request)
-
-    def _take_run(
-        self, request: Request, run: list[tuple[int, int]], judged: int, logits: Tensor | None, done: Event[Any]
-    ) -> bool:  # fmt: skip
-        """Take one step's accepted rows as if each had been a step: the request may end anywhere inside. False: its session broke.
-
-        Args: run: token and first bad layer of each. judged: drafts of the step; all but the last of `run` had been guessed.
-            logits: [rows, vocabulary]. done: the step's event.
-        """
-        memory = request.session.memory
-        assert memory is not None, "memory outlives the steps that read it"
-        request.judged(judged)
-        for row, (token, bad_layer) in enumerate(run):
-            if bad_layer >= 0:
-                self._break(request, SessionBroken.not_finite(bad_layer, self.stage.model.config.layers))
-                return False
-            if (broken := request.session.broken) is not None:
-                self._break(request, SessionBroken(f"an operation of the session failed: {broken}"))
-                return False
-            memory.commit(1, self.stage.copyback, done)
-            request.take(token, None if logits is None else logits[row], guessed=row + 1 < len(run))
-            if request.finished:
-                break
-        return True
-
-    def _leave(self, request: Request) -> None:
-        """Give up the place, once no step of the request is in flight: rows that were not committed are rolled back."""
-        session, memory = request.session, request.session.memory
-        assert memory is not None
-        self.decoding.remove(request)
-        if request.broken:
-            session.move(Phase.BROKEN)
-        else:
-            if memory.counts.logical > memory.counts.committed and (not session.temporary or self.stored.stores):
-                memory.truncate(memory.counts.committed, self.stage.streams.compute)
-            session.revision += 1
-            session.move(Phase.READY)
-        self._ended(request)
-
-    def _break(self, request: Request, error: ForebayError) -> None:
-        """End a decoding request with an error; its session is broken. It keeps its place while a step of it is in flight."""
-        request.fail(error)
-        request.broken = True
-        if request.in_flight == 0:
-            self._leave(request)
-
-    def _fail_step(self, flight: Flight, failure: BaseException) -> None:
-        """End those a failed operation concerns. Members of a step that only came after a failed one lose nothing: none of it ran."""
-        for request in flight.members:
-            request.in_flight -= 1
-        if flight.failed is not None:
-            self._retract(flight)
-            return
-        following = self._flight
-        if following is not None and flight.events.done.error() is not None:
-            following.failed = flight.members
-        _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
-        # The plans speak of places: once the table names other sessions there, they are of no use, and the maps go with their sessions.
-        same_table = following is None or following.bucket is not flight.bucket or following.members == flight.members
-        left = (*self.stage.streams.fences(), *([flight.bucket.step.abort(flight.bucket.table, session="")] if same_table else []))
-        for request in flight.members:
-            assert request.session.memory is not None, "memory outlives the steps that read it"
-            for event in left:
-                request.session.memory.operations.hold(event)  # until then the session's maps and slots, given back below, are written
-            self._break(request, SessionBroken(f"a decode step failed: {failure}"))
-
-    def _retract(self, flight: Flight) -> None:
-        """Take back the rows of a step that never ran."""
-        for request, rows in zip(flight.members, flight.rows, strict=True):
-            memory = request.session.memory
-            assert memory is not None, "memory outlives the steps that read it"
-            memory.counts.retract(rows)  # the device never advanced
-            if request.in_flight == 0 and (request.broken or request.finished or request.aborted):
-                request.end("abort")
-                self._leave(request)
 
     def _ended(self, request: Request) -> None:
         """Once no operation of the request is outstanding."""
