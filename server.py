@@ -1,42 +1,33 @@
-"""The HTTP server: routes, the SSE writer, and the entry point of the `forebay` command. Knows the engine's face and no tensors.
+"""The HTTP server: its routes and the entry point of the `forebay` command. Knows the engine's face and no tensors.
 
-1. Nothing of an answer is sent before its first chunk or its error is known, so an early error has the right status.
-2. A stream ends with `[DONE]`, after a chunk with a finish reason or after an error chunk.
-3. A client that leaves cancels its own generation within one step, and loses nothing else.
-4. A slow reader holds up its own stream alone: its chunks wait in a bounded relay and then leave in one write.
-5. No body shows a traceback, and no log line a key or a prompt. One `request.finished` line a request, nothing a token.
-6. The server listens before the model is loaded; until then, and while it drains, requests get 503.
+1. What a request gets, and how a stream ends, is the same for every endpoint (engine/generating.py, engine/http.py).
+2. No body shows a traceback, and no log line a key or a prompt. One `request.finished` line a request, nothing a token.
+3. The server listens before the model is loaded; until then, and while it drains, requests get 503.
 """
 
 import asyncio
 import errno
 import os
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import structlog
 from aiohttp import web
 
 from engine import api
-from engine.api.dialects import CHAT, COMPLETION, ChoiceWriter, Dialect
-from engine.choices import Choices
-from engine.chunk import Chunk
+from engine.api.dialects import CHAT, COMPLETION
 from engine.commands import WhileReady
 from engine.commands.line import run_line
 from engine.commands.signals import Signals
 from engine.commands.terminal import complain, forget_output
 from engine.config import ServerConfig
 from engine.errors import BadRequest, ForebayError
-from engine.http import RECORD, SERVICE, Route, answer, check_model, name_answer, observe, parsed
+from engine.generating import generating
+from engine.http import SERVICE, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
-from engine.protocol import EngineFace, GenerationFace, SessionId
-from engine.relay import Relay
-from engine.request_record import RequestRecord
+from engine.protocol import EngineFace
 from engine.service import Service
 from engine.session_routes import add_session_routes
 from engine.shelf import open_shelf
@@ -45,7 +36,6 @@ __all__ = ["CannotBind", "build_app", "main", "serve"]
 
 log = structlog.get_logger()
 
-_Item: TypeAlias = tuple[int, Chunk]  # choice, its next chunk
 _COUNTS = (
     "sessions", "running", "waiting", "steps", "mirrored_rows", "hot_rows", "ring_rows", "hits", "misses", "ring_reads", "drafts_proposed",
     "drafts_accepted", "stored", "host_bytes", "device_bytes", "resident_bytes",
@@ -57,121 +47,6 @@ class CannotBind(ForebayError):
 
     exit_code = 5
     kind = "cannot_bind"
-
-
-def _generating(dialect: Dialect) -> Route:
-    async def route(request: web.Request) -> web.StreamResponse:
-        service, record = request.app[SERVICE], request[RECORD]
-        service.admitted()  # before the body is read; and again after, because that takes a while
-        asked = await parsed(request, dialect.parse)
-        engine = service.admitted()
-        check_model(engine, asked.model)
-        samplings = api.to_samplings(asked, engine.default_sampling)
-        history = api.to_history(asked, allowed=service.config.synthetic_history)
-        head = api.AnswerHead(
-            id=dialect.id_prefix + record.request_id,
-            model=engine.model_name,
-            created=int(time.time()),
-            logprobs=samplings[0].logprobs is not None,
-            return_token_ids=bool(asked.return_token_ids),
-            include_usage=api.wants_usage(asked),
-            token_bytes=engine.tokenizer.token_bytes if engine.tokenizer.available else None,
-        )
-        prompt = dialect.prompt(asked)
-        api.check_prompt_size(prompt, engine.context_max)
-        arguments = dialect.arguments(asked, engine.template.variables)
-        api.check_tools_size((arguments or {}).get("tools"), engine.context_max)
-        turn = asked.session
-        if turn is not None:
-            engine = await service.restored(turn.id)
-        generate = partial(
-            engine.generate, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
-            namespace=service.namespace, request_id=record.request_id, template_arguments=arguments, history=history,
-        )  # fmt: skip
-        with service.running(None if turn is None else turn.id):
-            async with Choices(generate, prompt, samplings) as choices:
-                session = None if turn is None else partial(_left_at, turn.id, choices.first)
-                head = replace(head, prompt_token_ids=choices.prompt_ids, session=session)
-                record.session_id, record.usage = choices.first.session_id, choices.usage
-                writers = [dialect.writer(asked, head, index) for index in range(len(samplings))]
-                first = await _next(choices, record)
-                assert first is not None, "a generation has at least one chunk"
-                if asked.stream:
-                    return await _stream(request, _events(dialect, head, writers, first, choices, record))
-                item: _Item | None = first
-                while item is not None:
-                    choice, chunk = item
-                    writers[choice].take(chunk)
-                    await _leave_ended(choices, writers, choice, record)
-                    item = await _next(choices, record)
-                return answer(api.encode(dialect.answer(head, [writer.choice() for writer in writers], choices.usage)))
-
-    return route
-
-
-def _left_at(session_id: str, generation: GenerationFace) -> api.SessionState:
-    return api.SessionState(id=session_id, revision=generation.revision)
-
-
-async def _next(choices: Choices, record: RequestRecord) -> _Item | None:
-    item = await anext(choices, None)
-    if item is not None:
-        record.saw(item[1], choices.usage)
-    return item
-
-
-async def _leave_ended(choices: Choices, writers: Sequence[ChoiceWriter], choice: int, record: RequestRecord) -> None:
-    """Leave a choice that wants no more chunks, before its client hears of the end and asks for the next turn."""
-    if writers[choice].ended:
-        await choices.leave(choice)
-        record.finish_reason = "stop"
-
-
-async def _events(
-    dialect: Dialect, head: api.AnswerHead, writers: Sequence[ChoiceWriter], first: _Item, choices: Choices, record: RequestRecord
-) -> AsyncGenerator[bytes, None]:
-    """The stream's events: chunks, then usage if asked for, or an error; then the end."""
-    item: _Item | None = first
-    try:
-        while item is not None:
-            choice, chunk = item
-            payload = _event(api.encode(writers[choice].event(chunk)))
-            await _leave_ended(choices, writers, choice, record)
-            yield payload
-            item = await _next(choices, record)
-        if head.include_usage:
-            yield _event(api.encode(dialect.usage(head, choices.usage)))
-    except Exception as error:  # the edge of this stream: it ends with an error chunk
-        if not isinstance(error, ForebayError):
-            log.exception("request.failed", request_id=record.request_id)
-        record.finish_reason = "error"
-        yield _event(api.encode(api.error_body(error)[1]))
-    yield _event(b"[DONE]")
-
-
-def _event(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
-
-
-async def _stream(request: web.Request, events: AsyncGenerator[bytes, None]) -> web.StreamResponse:
-    """Write `events` as they come. Raises ConnectionError when the reader has left."""
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
-    await response.prepare(request)
-    relay, left = Relay(), None
-    async with asyncio.TaskGroup() as group:
-        filling = group.create_task(relay.fill(events))
-        try:
-            while payload := await relay.take():
-                await response.write(payload)
-        except ConnectionError as error:  # kept out of the group, which would wrap it
-            left = error
-        finally:
-            filling.cancel()
-    if left is not None:
-        raise left
-    return response
 
 
 async def _tokenize(request: web.Request) -> web.StreamResponse:
@@ -228,8 +103,8 @@ def build_app(service: Service) -> web.Application:
     app = web.Application(middlewares=[observe], client_max_size=service.config.body_bytes_max)
     app[SERVICE] = service
     app.on_response_prepare.append(name_answer)
-    app.router.add_post("/v1/chat/completions", _generating(CHAT))
-    app.router.add_post("/v1/completions", _generating(COMPLETION))
+    app.router.add_post("/v1/chat/completions", generating(lambda request: CHAT))
+    app.router.add_post("/v1/completions", generating(lambda request: COMPLETION))
     app.router.add_post("/tokenize", _tokenize)
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)

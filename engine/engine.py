@@ -11,7 +11,7 @@ Source: design, sections 1 and 11.
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -256,12 +256,13 @@ class Engine:
     def generate(
         self, prompt: Prompt, sampling: Sampling = _DEFAULT, *, session: SessionId | None = None, request_id: str | None = None,
         template_arguments: Mapping[str, Any] | None = None, history: SyntheticHistory | None = None, revision: int | None = None,
-        namespace: str = "",
+        namespace: str = "", after: Sequence[int] = (),
     ) -> Generation:  # fmt: skip
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
         Args: history: made-up rows that a session of its own begins with, for measuring. revision: what the session's must be.
             namespace: a session of its own begins with stored rows of this one's sessions only; another's sessions are unknown.
+            after: token ids that a session of its own begins with; the prompt goes on from them as the next turn of a session does.
         Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, StaleRevision, NotAdmitted; later:
         SessionBroken.
         """
@@ -271,7 +272,7 @@ class Engine:
             self._loop.check_open()
             held = self._held.fresh(namespace) if session is None else self._held.find(session, namespace)
             with self._expected(held):  # until it is queued
-                return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision)
+                return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision, after)
 
         return Generation(start, self._loop.abort)
 
@@ -333,7 +334,7 @@ class Engine:
 
     async def _start(
         self, prompt: Prompt, sampling: Sampling, session: Session, request_id: str, template_arguments: Mapping[str, Any],
-        history: SyntheticHistory | None, revision: int | None,
+        history: SyntheticHistory | None, revision: int | None, after: Sequence[int],
     ) -> Request:  # fmt: skip
         """Check, tokenise and queue one request."""
         if revision is not None:
@@ -343,9 +344,14 @@ class Engine:
             self._begin_with(session, history)
         self._check_open(session)
         self._prompts.check_bias(sampling.logit_bias)
-        continues = self._continues(session)
-        tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues, held=session.tokens)
-        if self._continues(session) != continues:  # another request of the session came or went while a long text was tokenised
+        if after and not (session.temporary and history is None):
+            raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
+        continues = bool(after) or self._continues(session)
+        before = await self._prompts.tokens(after, {}, continues=False) if after else []
+        tokens = before + await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
+        if (
+            not after and self._continues(session) != continues
+        ):  # another request of the session came or went while a long text was tokenised
             tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
         self._check_open(session)
         self._held.check_revision(session, revision)

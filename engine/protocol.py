@@ -266,9 +266,14 @@ class EngineFace(Protocol):
         request_id: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
         history: SyntheticHistory | None = None,
+        after: Sequence[int] = (),
     ) -> GenerationFace:
-        """One generation; without a session it gets a fresh one that is closed or stored afterwards. `history`: what a fresh one begins
-        with. `revision`: refused with StaleRevision if the session is at another. `namespace`: whose stored histories it may begin with."""
+        """One generation; without a session it gets a fresh one that is closed or stored afterwards.
+
+        Args: history: what a fresh one begins with. after: token ids that a fresh one begins with, and that the prompt goes on from as a
+            later turn of a session does. revision: refused with StaleRevision if the session is at another. namespace: whose stored
+            histories it may begin with.
+        """
         ...
 
     def statistics(self) -> EngineStatistics: ...

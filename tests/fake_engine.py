@@ -158,6 +158,7 @@ class Call:
     history: SyntheticHistory | None = None
     revision: int | None = None
     namespace: str = ""
+    after: tuple[int, ...] = ()
 
 
 @dataclass
@@ -238,8 +239,9 @@ class FakeEngine:
         namespace: str = "",
         template_arguments: Mapping[str, object] | None = None,
         history: SyntheticHistory | None = None,
+        after: Sequence[int] = (),
     ) -> FakeGeneration:
-        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments, history, revision, namespace))
+        self.calls.append(Call(prompt, sampling, session, request_id, template_arguments, history, revision, namespace, tuple(after)))
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         generation = FakeGeneration(self, script() if callable(script) else script, session)
         self.generations.append(generation)

@@ -14,10 +14,11 @@ from engine.choices import Choices
 from engine.chunk import Chunk, Usage
 from engine.config import ServerConfig
 from engine.errors import BadRequest, SessionBroken
+from engine.generating import events
 from engine.request_record import RequestRecord
 from engine.sampling import Sampling
 from engine.service import Service
-from server import _events, listening
+from server import listening
 from tests.fake_engine import FakeEngine, FakeTemplate, Item, words
 from tests.test_server_openai import client_of
 
@@ -148,10 +149,10 @@ async def test_a_turn_is_left_before_its_end_is_told() -> None:
     head = AnswerHead(id="x", model="fake", created=1)
     async with Choices(engine.generate, "hi", [Sampling()]) as choices:
         first = await anext(choices)
-        events = _events(CHAT, head, [CHAT.writer(asked, head, 0)], first, choices, record)
-        assert b'"tool_calls"' in await anext(events)
+        parts = events(CHAT.writer(asked, head, 1), first, choices, record)
+        assert b'"tool_calls"' in await anext(parts)
         assert engine.generations[0].closed.is_set()
-        assert [event async for event in events] == [b"data: [DONE]\n\n"]
+        assert [part async for part in parts] == [b"data: [DONE]\n\n"]
     assert record.finish_reason == "stop"
 
 

@@ -64,6 +64,25 @@ async def test_cut_or_forked_anywhere_it_goes_on_as_a_fresh_one(checkpoint: Path
         assert all((mine == theirs).all() for mine, theirs in zip(blocks, rows, strict=True))
 
 
+async def test_going_on_from_token_ids_is_the_next_turn_of_a_session(checkpoint: Path) -> None:
+    """A prompt behind another turn's token ids says what a session's next turn says, and finds that turn's rows."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, prefix_cache="on")) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(160, 1), 16)
+        held = tokens_of(engine, session)
+        wanted, got = await turn(engine, session, ids(20, 2), 10), Run()
+        generation = engine.generate(ids(20, 2), greedy(10), after=held)
+        async for chunk in generation:
+            got.tokens.extend(chunk.token_ids)
+            got.logits.extend(chunk.logits)
+        assert await generation.prompt() == (*held, *ids(20, 2))
+        assert chunk.usage.cached_tokens >= 128
+        alike(got, wanted)
+        for bad in ({"after": [-1]}, {"after": held, "session": session}):
+            with pytest.raises(BadRequest):
+                await engine.generate(ids(2, 1), greedy(1), **bad).prompt()
+
+
 @both
 async def test_a_broken_session_is_not_forked(checkpoint: Path, placement: str) -> None:
     """Whatever failed in a session, nobody begins with its rows afterwards; the refusal leaves nothing behind."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import AnswerHead, parse_chat, template_arguments, to_messages, to_samplings
-from engine.api.dialects import CHAT
+from engine.api.dialects import chat_choice_writer
 from engine.chunk import Chunk, Usage
 from engine.errors import BadRequest
 
@@ -94,7 +94,7 @@ def test_any_json_is_refused_in_a_line_or_answered(fields: dict[str, Any]) -> No
         return
     head = AnswerHead(id="x", model="m", created=1)
     for index in range(len(samplings)):
-        writer = CHAT.writer(asked, head, index)
+        writer = chat_choice_writer(asked, head, index)
         writer.take(Chunk(f"a{READ}", (1,), Usage(1, 1), finish_reason="stop"))
         choice = writer.choice()
         assert choice.index == index

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from engine.api import AnswerHead, encode, parse_chat
 from engine.api.chunks import chat_answer
-from engine.api.dialects import CHAT
+from engine.api.dialects import chat_choice_writer
 from engine.chunk import Chunk, Usage
 
 TOOL = {
@@ -27,7 +27,7 @@ def writer(prompt: tuple[int, ...] = (1, 2), *, tools: bool = True, **fields: ob
     """As the server makes it for a request."""
     asked = {"messages": [{"role": "user", "content": "hi"}]} | ({"tools": [TOOL]} if tools else {}) | fields
     head = AnswerHead(id="x", model="m", created=1, token_bytes=PROMPT.__getitem__, prompt_token_ids=prompt)
-    return CHAT.writer(parse_chat(json.dumps(asked).encode()), head, 0)
+    return chat_choice_writer(parse_chat(json.dumps(asked).encode()), head, 0)
 
 
 def chunks(text: str, *cuts: int, finish: Any = "stop", stop: str | int | None = 7) -> list[Chunk]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.api import AnswerHead, encode, parse_chat, to_messages
 from engine.api.chunks import chat_answer
-from engine.api.dialects import CHAT
+from engine.api.dialects import chat_choice_writer
 from engine.chunk import Chunk
 from engine.protocol import SessionId
 from engine.request import Limits, Request
@@ -42,7 +42,7 @@ def choice_of(chunks: list[Chunk]) -> Any:
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}).encode()
     prompt = TOKENIZER.encode("<|user|>hi<|assistant|><think>")
     head = AnswerHead(id="x", model="m", created=1, token_bytes=TOKENIZER.token_bytes, prompt_token_ids=prompt)
-    writer = CHAT.writer(parse_chat(body), head, 0)
+    writer = chat_choice_writer(parse_chat(body), head, 0)
     for chunk in chunks:
         writer.take(chunk)
     return json.loads(encode(chat_answer(head, [writer.choice()], chunks[-1].usage)))["choices"][0]

@@ -1,0 +1,147 @@
+"""The one path of every endpoint that generates: from a body to a whole answer or a stream of server-sent events.
+
+Knows aiohttp, the service and the engine's face. What an endpoint reads and writes is its `Dialect` (engine/api/dialects.py).
+
+1. Nothing of an answer is sent before its first chunk or its error is known, so an early error has the right status.
+2. A stream ends as its dialect ends one, after a finish reason or after an error.
+3. A client that leaves cancels its own generation within one step, and loses nothing else.
+4. A slow reader holds up its own stream alone: its chunks wait in a bounded relay and then leave in one write.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+import structlog
+from aiohttp import web
+
+from engine import api
+from engine.api.dialects import AnswerWriter, Dialect
+from engine.choices import Choices
+from engine.chunk import Chunk
+from engine.errors import ForebayError
+from engine.http import RECORD, SERVICE, Route, answer, check_model, parsed
+from engine.protocol import GenerationFace, SessionId
+from engine.relay import Relay
+from engine.request_record import RequestRecord
+
+__all__ = ["events", "generating"]
+
+log = structlog.get_logger()
+
+_Item: TypeAlias = tuple[int, Chunk]  # choice, its next chunk
+
+
+def generating(dialect_of: Callable[[web.Request], Dialect]) -> Route:
+    """The route of one endpoint. Args: dialect_of: its dialect, for this request."""
+
+    async def route(request: web.Request) -> web.StreamResponse:
+        service, record, dialect = request.app[SERVICE], request[RECORD], dialect_of(request)
+        service.admitted()  # before the body is read; and again after, because that takes a while
+        asked = await parsed(request, dialect.parse)
+        engine = service.admitted()
+        check_model(engine, asked.model)
+        samplings = api.to_samplings(asked, engine.default_sampling)
+        history = api.to_history(asked, allowed=service.config.synthetic_history)
+        head = api.AnswerHead(
+            id=dialect.new_id(record.request_id),
+            model=engine.model_name,
+            created=int(time.time()),
+            logprobs=samplings[0].logprobs is not None,
+            return_token_ids=bool(asked.return_token_ids),
+            include_usage=api.wants_usage(asked),
+            token_bytes=engine.tokenizer.token_bytes if engine.tokenizer.available else None,
+        )
+        prompt, after = dialect.prompt(asked), dialect.after(asked)
+        api.check_prompt_size(prompt, engine.context_max)
+        arguments = dialect.arguments(asked, engine.template.variables)
+        api.check_tools_size((arguments or {}).get("tools"), engine.context_max)
+        turn = asked.session
+        if turn is not None:
+            engine = await service.restored(turn.id)
+        generate = partial(
+            engine.generate, session=None if turn is None else SessionId(turn.id), revision=None if turn is None else turn.revision,
+            namespace=service.namespace, request_id=record.request_id, template_arguments=arguments, history=history, after=after,
+        )  # fmt: skip
+        with service.running(None if turn is None else turn.id):
+            async with Choices(generate, prompt, samplings) as choices:
+                session = None if turn is None else partial(_left_at, turn.id, choices.first)
+                head = replace(head, prompt_token_ids=choices.prompt_ids, session=session)
+                record.session_id, record.usage = choices.first.session_id, choices.usage
+                writer = dialect.writer(asked, head, len(samplings))
+                first = await _next(choices, record)
+                assert first is not None, "a generation has at least one chunk"
+                if asked.stream:
+                    return await _stream(request, events(writer, first, choices, record))
+                item: _Item | None = first
+                while item is not None:
+                    choice, chunk = item
+                    writer.take(choice, chunk)
+                    await _leave_ended(choices, writer, choice, record)
+                    item = await _next(choices, record)
+                return answer(writer.whole(choices.usage))
+
+    return route
+
+
+def _left_at(session_id: str, generation: GenerationFace) -> api.SessionState:
+    return api.SessionState(id=session_id, revision=generation.revision)
+
+
+async def _next(choices: Choices, record: RequestRecord) -> _Item | None:
+    item = await anext(choices, None)
+    if item is not None:
+        record.saw(item[1], choices.usage)
+    return item
+
+
+async def _leave_ended(choices: Choices, writer: AnswerWriter, choice: int, record: RequestRecord) -> None:
+    """Leave a choice that wants no more chunks, before its client hears of the end and asks for the next turn."""
+    if writer.ended(choice):
+        await choices.leave(choice)
+        record.finish_reason = "stop"
+
+
+async def events(writer: AnswerWriter, first: _Item, choices: Choices, record: RequestRecord) -> AsyncGenerator[bytes, None]:
+    """The parts of a stream as they come: what begins it, one a chunk, and its end or an error."""
+    item: _Item | None = first
+    begin = writer.begin(choices.usage)
+    try:
+        while item is not None:
+            choice, chunk = item
+            payload = begin + writer.event(choice, chunk)
+            begin = b""
+            await _leave_ended(choices, writer, choice, record)
+            yield payload
+            item = await _next(choices, record)
+        end = writer.end(choices.usage)
+    except Exception as error:  # the edge of this stream: it ends with an error
+        if not isinstance(error, ForebayError):
+            log.exception("request.failed", request_id=record.request_id)
+        record.finish_reason = "error"
+        end = begin + writer.failure(error)
+    yield end
+
+
+async def _stream(request: web.Request, parts: AsyncGenerator[bytes, None]) -> web.StreamResponse:
+    """Write `parts` as they come. Raises ConnectionError when the reader has left."""
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    )
+    await response.prepare(request)
+    relay, left = Relay(), None
+    async with asyncio.TaskGroup() as group:
+        filling = group.create_task(relay.fill(parts))
+        try:
+            while payload := await relay.take():
+                await response.write(payload)
+        except ConnectionError as error:  # kept out of the group, which would wrap it
+            left = error
+        finally:
+            filling.cancel()
+    if left is not None:
+        raise left
+    return response
