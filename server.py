@@ -31,6 +31,7 @@ from engine.protocol import EngineFace
 from engine.service import Service
 from engine.session_routes import add_session_routes
 from engine.shelf import open_shelf
+from engine.watch_routes import add_watch_routes
 
 __all__ = ["CannotBind", "build_app", "main", "serve"]
 
@@ -109,6 +110,7 @@ def build_app(service: Service) -> web.Application:
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)
     add_session_routes(app.router)
+    add_watch_routes(app)
     app.router.add_get("/statistics", _statistics)
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)

@@ -80,6 +80,7 @@ class ServerConfig:
     sessions_dir: str = ""  # directory of archives; "": sessions end with the server
     sessions_quota_bytes: int = 0  # of a key's archives there; 0: none
     session_ttl_s: float = 0.0  # after its last use a session is removed, unless it was made with another age; 0: never
+    metrics_open: bool = False  # whether /metrics answers without the key
     synthetic_history: bool = False  # whether requests may begin with made-up rows, for measuring
 
     def __post_init__(self) -> None:

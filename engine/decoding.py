@@ -20,6 +20,7 @@ from engine.errors import ForebayError, SessionBroken
 from engine.request import Request
 from engine.session import Phase
 from engine.stage import Stage
+from engine.tally import Tally
 from streams import Event
 
 __all__ = ["Decoding"]
@@ -31,7 +32,7 @@ class Decoding:
     """Decoding requests of one stage. Loop thread only."""
 
     def __init__(
-        self, stage: Stage, batches: Batches, depth: DraftDepth, ended: Callable[[Request], None], *, rolls_back: bool
+        self, stage: Stage, batches: Batches, depth: DraftDepth, tally: Tally, ended: Callable[[Request], None], *, rolls_back: bool
     ) -> None:  # fmt: skip
         """Args: ended: told of every request that left, once no operation of it is outstanding. rolls_back: whether the rows of a
         session that ends with its request are cut to what was said too: somebody may continue them."""
@@ -40,12 +41,14 @@ class Decoding:
         self.stage = stage
         self.depth = depth
         self._batches = batches
+        self._tally = tally
         self._ended = ended
         self._rolls_back = rolls_back
 
     def add(self, request: Request) -> None:
         """Its prompt has rows and its first token is known."""
         request.session.move(Phase.DECODING)
+        self._tally.began(request)
         self.requests.append(request)
 
     def submit(self, members: tuple[Request, ...]) -> Flight | None:
@@ -82,6 +85,7 @@ class Decoding:
         if failure is not None:
             self._fail_step(flight, failure)
             return
+        self._tally.followed(flight.members)
         output = flight.events.output.result()
         found = output.read()
         for place, request in enumerate(flight.members):

@@ -24,6 +24,7 @@ from engine.defaults import default_sampling
 from engine.device import device_of, streams_of
 from engine.errors import BadRequest, BadSetting, NeverFits, NotAdmitted
 from engine.generation import Generation
+from engine.instruments import Instruments
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
@@ -75,6 +76,7 @@ class Engine:
         self.departures = self._loop.departures  # how idle sessions leave for the disk, once somebody says where to
         self._held = Sessions(self._loop, config.sessions_max)
         self._sessions = self._held.by_id
+        self.instruments = Instruments(self._loop, self._sessions)  # for those who watch
         self._prompts = Prompts(tokenizer, template, stage.model.config.vocabulary)
         identify = functools.partial(
             identity_of, stage, model=name, tokenizer=tokenizer.hash(), template=template.hash(), context_max=context_max
@@ -124,8 +126,10 @@ class Engine:
                     engine._drop_stored()  # nobody will ask for what warmed it
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()
+                    engine._loop.tally.restart()
                 yield engine
         finally:
+            engine.instruments.close()
             if owned is not None:
                 await owned.close()
             if tape is not None:

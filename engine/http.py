@@ -29,6 +29,7 @@ __all__ = ["RECORD", "SERVICE", "HttpError", "Route", "answer", "check_model", "
 log = structlog.get_logger()
 
 _OPEN_PATHS = ("/health", "/ready")  # asked by machines that hold no key
+_PAGE_PATH = re.compile(r"/(page/[^/]*)?")  # files of the page, which holds nothing: whoever opens it gives the key there
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _UNSERVED = {  # paths that clients of such servers know, and what to tell them
     "/v1/embeddings": "embeddings are not served: this server generates text only",
@@ -89,8 +90,9 @@ def _refusal(error: web.HTTPException, request: web.Request) -> web.StreamRespon
 
 def _authorise(request: web.Request) -> None:
     """Raises HttpError 401. Compared in constant time."""
-    key = request.app[SERVICE].config.api_key
-    if key is None or request.path in _OPEN_PATHS:
+    config = request.app[SERVICE].config
+    key, path = config.api_key, request.path
+    if key is None or path in _OPEN_PATHS or _PAGE_PATH.fullmatch(path) or (config.metrics_open and path == "/metrics"):
         return
     scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
     given = sent.strip().encode("utf-8", "surrogateescape")
@@ -125,7 +127,19 @@ async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
         record.status, record.finish_reason = _CUT, "abort"
         raise
     finally:
-        record.write(request.method, request.path, quiet=request.path in _OPEN_PATHS)
+        record.write(request.method, request.path, quiet=_is_quiet(request.path))
+        request.app[SERVICE].metrics.finished(record, _pattern(request))
+
+
+def _is_quiet(path: str) -> bool:
+    """Whether the path is asked for again and again, by machines and pages, so that a line each time would say nothing."""
+    return path in _OPEN_PATHS or path == "/metrics" or _PAGE_PATH.fullmatch(path) is not None
+
+
+def _pattern(request: web.Request) -> str:
+    """The route as it was declared; nothing that a client made up."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
 
 
 async def name_answer(request: web.Request, response: web.StreamResponse) -> None:

@@ -24,6 +24,7 @@ from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import StoredSessions, Storing
+from engine.tally import Tally
 from engine.waiting_line import WaitingLine
 
 __all__ = ["StepLoop"]
@@ -43,9 +44,10 @@ class StepLoop:
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
         self.reads = Reads()  # of sessions that are closed
+        self.tally = Tally(stage.backend.clock)
         self._limit = decode_batch_limit
         self._batches = Batches(stage)
-        self._decode = Decoding(stage, self._batches, self.depth, self._ended, rolls_back=self.stored.stores)
+        self._decode = Decoding(stage, self._batches, self.depth, self.tally, self._ended, rolls_back=self.stored.stores)
         self._appends = AppendQueue(stage)
         self._wake = asyncio.Event()
         self._held_up = False  # whether somebody startable waits for memory; whoever may give it back wakes the loop
@@ -274,6 +276,7 @@ class StepLoop:
 
     def _ended(self, request: Request) -> None:
         """Once no operation of the request is outstanding."""
+        self.tally.ended(request)
         self.release(request)
         request.ended.set()
         self._batches.forget(request)

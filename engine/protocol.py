@@ -17,6 +17,7 @@ from typing import Any, NewType, Protocol, Self, TypeAlias
 
 from engine.chunk import Chunk
 from engine.config import EngineConfig
+from engine.measures import InstrumentsFace
 from engine.sampling import Sampling
 
 __all__ = [
@@ -229,6 +230,11 @@ class EngineFace(Protocol):
     @property
     def departures(self) -> DeparturesFace:
         """How idle sessions leave memory."""
+        ...
+
+    @property
+    def instruments(self) -> InstrumentsFace:
+        """What can be read off it: counts, sessions by tier, what its streams do."""
         ...
 
     async def create_session(self, namespace: str = "") -> SessionId:

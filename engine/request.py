@@ -60,6 +60,7 @@ class Request:
         self.cached = 0
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
+        self.followed_ns = 0  # when it got tokens last, as `Tally` has it; 0: never
         self._drafts_accepted = 0
         self._drafts_judged = 0
         self.append: AppendRun | None = None  # while the prompt is read

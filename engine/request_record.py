@@ -26,6 +26,7 @@ class RequestRecord:
     session_id: SessionId | None = None
     usage: Usage = Usage(0, 0)  # noqa: RUF009 - frozen
     first: float | None = None
+    ended: float = 0.0  # once it was written
     finish_reason: str | None = None
 
     def saw(self, chunk: Chunk, usage: Usage) -> None:
@@ -36,7 +37,7 @@ class RequestRecord:
 
     def write(self, method: str, path: str, *, quiet: bool) -> None:
         """Write the line; `quiet` ones (probes) only show when debugging."""
-        now = time.perf_counter()
+        self.ended = now = time.perf_counter()
         line: dict[str, object] = {"request_id": self.request_id, "method": method, "path": path, "status": self.status}
         if self.session_id is not None or self.finish_reason is not None:
             line |= {"session_id": self.session_id, "prompt_tokens": self.usage.prompt_tokens}

@@ -16,6 +16,7 @@ import structlog
 
 from engine.config import ServerConfig
 from engine.errors import ForebayError
+from engine.metrics import Metrics
 from engine.protocol import EngineFace, SessionId
 from engine.retention import Retention
 from engine.shelf import Shelf
@@ -44,6 +45,7 @@ class Service:
         self.engine: EngineFace | None = None
         self.shelf: Shelf | None = None  # where sessions are kept on disk
         self.retention = Retention(config.session_ttl_s)
+        self.metrics = Metrics()
         self.created = int(time.time())
         # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
         self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
@@ -74,6 +76,7 @@ class Service:
     def opened(self, engine: EngineFace) -> None:
         """The engine is open: idle sessions have a place to leave for, if the server has one."""
         self.engine = engine
+        self.metrics.opened(engine.instruments, {"model": engine.model_name, "placement": engine.config.placement})
         if self.shelf is not None:
             engine.departures.archive_with(partial(self.shelf.export, engine), self.namespace)
 

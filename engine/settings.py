@@ -199,6 +199,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("port", "server.port", parse_integer, "N", "port to listen on; 0: any free one"),
         ("api_key", "server.api_key", parse_text, "KEY", "key that requests must carry; a file does not show in a list of processes"),
         ("api_key_file", "api_key_file", parse_text, "FILE", "file that holds the key"),
+        ("metrics_open", "server.metrics_open", parse_switch, "", "answer /metrics without the key"),
         ("body_max", "server.body_bytes_max", parse_size, "SIZE", "largest request body"),
         ("drain_timeout", "server.drain_timeout_s", parse_seconds, "SECONDS", "how long running requests may go on after SIGTERM"),
         ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),

@@ -74,6 +74,7 @@ class Stage:
     layout: BlockLayout
     table_layout: TableLayout
     main_groups: tuple[tuple[int, ...], ...]  # selection groups of the main layers, local ids
+    backend: Backend  # whose streams these are
     streams: StageStreams
     arena: Arena
     pool: Pool
@@ -151,8 +152,8 @@ def open_stage(
         placement = Resident(layout, arena, pool, hidden=facts.hidden)
         rounds = ResidentRounds(layout, table_layout)
     return Stage(
-        model=model, first_layer=model.first_layer, layout=layout, table_layout=table_layout, main_groups=main_groups, streams=streams,
-        arena=arena, pool=pool, device=device, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback,
+        model=model, first_layer=model.first_layer, layout=layout, table_layout=table_layout, main_groups=main_groups, backend=backend,
+        streams=streams, arena=arena, pool=pool, device=device, ledger=ledger, placement=placement, rounds=rounds, copyback=copyback,
         append_rows=config.append_chunk_rows, recorder=_recorder(config, device),
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
         forced_acceptance=ForcedAcceptance(config.force_accept_rate, facts.vocabulary) if config.force_accept_rate else None,

@@ -11,6 +11,7 @@ Parts
                 `pace.py`: when that asks next
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises
+    observed.py `observed`: an observer that joins for a while
     tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto;
                 `picture.py`: a tape as an SVG
     guard.py    poison and fingerprints of the buffers of work in flight
@@ -45,6 +46,7 @@ from streams.errors import (
     Unordered,
 )
 from streams.event import Event
+from streams.observed import observed
 from streams.order import Cost, Fault, Order, SeededOrder
 from streams.picture import picture
 from streams.replay import ReplayOrder
@@ -56,7 +58,7 @@ from streams.virtual import VirtualBackend
 
 __all__ = [
     "Event",
-    "Stream", "Backend", "Observer", "BackendStatistics", "StreamStatistics",
+    "Stream", "Backend", "Observer", "observed", "BackendStatistics", "StreamStatistics",
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
     "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace", "picture",
     "Clock", "RealClock",

@@ -255,9 +255,11 @@ class QueuedBackend(ABC, Generic[S]):
                 self.report(bug)
 
     def _awaited(self, event: Event[Any], ended: bool) -> None:
-        assert self.observer is not None
+        observer = self.observer
+        if observer is None:
+            return  # whoever observed its submission has left
         try:
-            self.observer.awaited(event, ended, self.clock.now_ns())
+            observer.awaited(event, ended, self.clock.now_ns())
         except Exception as bug:
             self.report(bug)
 

@@ -105,6 +105,8 @@ class Stream(Protocol):
 class Backend(Protocol):
     """Makes streams, all driven by one loop."""
 
+    observer: "Observer | None"  # told of all its streams' events; `observed` adds one for a while
+
     @property
     def clock(self) -> Clock:
         """The time its streams run in."""

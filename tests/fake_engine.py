@@ -5,8 +5,8 @@ caller sees; it has no rows, no steps and no sampling.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +15,7 @@ from typing import Any, Self
 from engine.chunk import Chunk, FinishReason, Usage
 from engine.config import EngineConfig
 from engine.errors import BadModel
+from engine.measures import Arena, LaneActivity, Measures, SessionTiers, StreamCounts, Tokens, Waits
 from engine.protocol import Message, Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.sampling import Sampling
 
@@ -93,6 +94,50 @@ class FakeStatistics:
     host_bytes: int = 3 * 2**20
     device_bytes: int = 512
     resident_bytes: int = 5 * 2**30
+
+
+MEASURES = Measures(
+    waiting=2, appending=1, decoding=3, sessions={"held": 4, "request": 1, "stored": 5}, steps=12, tokens=Tokens(900, 700, 60),
+    waits=Waits((0.1, 0.2), (5, 3, 1), 1.5), stalls=1, hits=750, misses=250, ring_reads=40, drafts_proposed=(9, 6),
+    drafts_accepted=(6, 2), mirrored_rows=20_000, hot_rows=1_024, ring_rows=17, lag_rows=19, lag_rows_most=11,
+    held_bytes={"host": {"arena": 8192}, "device": {"hot": 4096, "ring": 512}}, arena=Arena(8192, 2048, 1024), device_budget_bytes=10_000,
+    streams=(StreamCounts("stage0.compute", 100, 1, 0, 1.25, 2), StreamCounts("stage0.copyback", 7, 0, 4096, 0.5, 0)),
+)  # fmt: skip
+
+
+class FakeActivity:
+    bin_ms = 20.0
+
+    def take(self) -> list[LaneActivity]:
+        return [LaneActivity("stage0.compute", [0, 50, 100], {"step": 0.03})]
+
+
+@dataclass
+class FakeInstruments:
+    open: bool = True
+    watching: int = 0
+    found: Measures = MEASURES
+    listed: tuple[SessionTiers, ...] = (
+        SessionTiers(
+            "mine", "", "held", "ready", 200, 199, 64, 128, 71, 256, 40, 64, 2, 8192, 4096
+        ),
+        SessionTiers("theirs", "other", "request", "decoding", 10, 9, 64),
+    )  # fmt: skip
+
+    def measures(self) -> Measures:
+        assert self.open
+        return self.found
+
+    def tiers(self, namespace: str, most: int) -> list[SessionTiers]:
+        return [one for one in self.listed if one.namespace == namespace][:most]
+
+    @contextmanager
+    def watch(self) -> Iterator[FakeActivity]:
+        self.watching += 1
+        try:
+            yield FakeActivity()
+        finally:
+            self.watching -= 1
 
 
 class FakeGeneration:
@@ -178,6 +223,7 @@ class FakeEngine:
     started: asyncio.Event = field(default_factory=asyncio.Event)  # generate was called
     prompt_ids: tuple[int, ...] = (7, 8, 9)
     aborted: int = 0
+    instruments: FakeInstruments = field(default_factory=FakeInstruments)
     sessions: dict[SessionId, SessionView] = field(default_factory=dict)
     made_sessions: list[SessionId] = field(default_factory=list)
     closed_sessions: list[SessionId] = field(default_factory=list)
