@@ -116,6 +116,7 @@ class FakeActivity:
 class FakeInstruments:
     open: bool = True
     watching: int = 0
+    unwatched: asyncio.Event = field(default_factory=asyncio.Event)  # somebody has stopped to watch
     found: Measures = MEASURES
     listed: tuple[SessionTiers, ...] = (
         SessionTiers(
@@ -138,6 +139,7 @@ class FakeInstruments:
             yield FakeActivity()
         finally:
             self.watching -= 1
+            self.unwatched.set()
 
 
 class FakeGeneration:
