@@ -81,6 +81,8 @@ class ServerConfig:
     sessions_quota_bytes: int = 0  # of a key's archives there; 0: none
     session_ttl_s: float = 0.0  # after its last use a session is removed, unless it was made with another age; 0: never
     metrics_open: bool = False  # whether /metrics answers without the key
+    responses_bytes: int = 256 * 2**20  # that a key's kept responses take; 0: none are kept
+    responses_ttl_s: float = 86_400.0  # how long a response is kept for previous_response_id; 0: for ever
     synthetic_history: bool = False  # whether requests may begin with made-up rows, for measuring
 
     def __post_init__(self) -> None:
@@ -91,6 +93,8 @@ class ServerConfig:
             ("drain_timeout_s", 0 <= self.drain_timeout_s <= 86_400, "between 0 and 86400 seconds"),
             ("sessions_quota_bytes", self.sessions_quota_bytes >= 0, "at least 0"),
             ("session_ttl_s", 0 <= self.session_ttl_s < 2**53, "at least 0 seconds"),
+            ("responses_bytes", self.responses_bytes >= 0, "at least 0"),
+            ("responses_ttl_s", 0 <= self.responses_ttl_s < 2**53, "at least 0 seconds"),
             ("log_format", self.log_format in ("auto", "json", "console"), "one of auto, json, console"),
         )
         for name, holds, wanted in checks:

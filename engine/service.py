@@ -14,6 +14,7 @@ from functools import partial
 
 import structlog
 
+from engine.api.response_turns import KeptResponses
 from engine.config import ServerConfig
 from engine.errors import ForebayError
 from engine.metrics import Metrics
@@ -46,6 +47,7 @@ class Service:
         self.shelf: Shelf | None = None  # where sessions are kept on disk
         self.retention = Retention(config.session_ttl_s)
         self.metrics = Metrics()
+        self.responses = KeptResponses(config.responses_bytes, config.responses_ttl_s)
         self.created = int(time.time())
         # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
         self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
@@ -106,7 +108,8 @@ class Service:
             await asyncio.sleep(self.retention.look_again_s)
 
     async def expire(self) -> None:
-        """Remove every session whose time has come. Raises ArchiveFailed."""
+        """Remove every session and kept response whose time has come. Raises ArchiveFailed."""
+        self.responses.expire()
         engine = self.engine
         if engine is None or self.state != "ready" or not self.retention.any_age:
             return

@@ -205,6 +205,8 @@ SETTINGS: dict[str, Setting] = _table(
         ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),
         ("sessions_quota", "server.sessions_quota_bytes", parse_size, "SIZE", "most that a key's archives may take of it; auto: no limit"),
         ("session_ttl", "server.session_ttl_s", parse_age, "AGE", "remove a session this long after its last use, like 90m or 7d"),
+        ("responses_memory", "server.responses_bytes", parse_size, "SIZE", "what a key's kept /v1/responses may take; 0: none are kept"),
+        ("responses_ttl", "server.responses_ttl_s", parse_age, "AGE", "forget a kept response after this long, like 12h; off: never"),
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
         ("log_format", "server.log_format", choice("auto", "json", "console"), "auto|json|console", "auto: console on a terminal"),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.api.requests import ChatRequest, CompletionRequest, GenerationRequest
+from engine.api.response_requests import ResponsesRequest
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "api.md").read_text()
 
@@ -18,7 +19,13 @@ def fields_under(title: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("title", "kind"), [("Fields of both endpoints", GenerationRequest), ("Chat", ChatRequest), ("Completions", CompletionRequest)]
+    ("title", "kind"),
+    [
+        ("Fields of both endpoints", GenerationRequest),
+        ("Chat", ChatRequest),
+        ("Completions", CompletionRequest),
+        ("Responses", ResponsesRequest),
+    ],
 )
 def test_the_tables_hold_the_servers_fields(title: str, kind: type[GenerationRequest]) -> None:
     """Each table names the fields of its type that both endpoints do not share, each once."""

@@ -27,7 +27,25 @@ from engine.api.responses import (
 from engine.chunk import Chunk
 from engine.text.reply import CallPiece, ReplyParser, ReplyPiece
 
-__all__ = ["ChatChoiceWriter"]
+__all__ = ["ChatChoiceWriter", "parted", "turn_end"]
+
+
+def parted(parser: ReplyParser, chunk: Chunk) -> ReplyPiece:
+    """What a chunk brought, and with the last one what the parser held back."""
+    piece = parser.push(chunk.text)
+    if chunk.finish_reason is None:
+        return piece
+    return piece.plus(parser.flush(complete=chunk.finish_reason == "stop" and not isinstance(chunk.stop_reason, str)))
+
+
+def turn_end(parser: ReplyParser, chunk: Chunk) -> tuple[str | None, StopReason]:
+    """The finish reason of a turn whose `chunk` was parted, None while it goes on, and what it stopped at."""
+    if parser.ended:
+        return "tool_calls", None
+    if chunk.finish_reason is None:
+        return None, UNSET
+    called = chunk.finish_reason == "stop" and parser.calls > 0 and not parser.cut
+    return "tool_calls" if called else chunk.finish_reason, chunk.stop_reason
 
 
 class ChatChoiceWriter:
@@ -49,8 +67,8 @@ class ChatChoiceWriter:
     def event(self, chunk: Chunk) -> ChatChunk:
         """The chunk as the next one of a stream."""
         head, first, self._begun = self._head, not self._begun, True
-        piece = self._parted(chunk)
-        reason, stop_reason = self._end(chunk)
+        piece = parted(self._parser, chunk)
+        reason, stop_reason = turn_end(self._parser, chunk)
         alone = not piece.content and (piece.reasoning or piece.calls)
         choice = ChatChunkChoice(
             index=self._index,
@@ -78,12 +96,12 @@ class ChatChoiceWriter:
     def take(self, chunk: Chunk) -> None:
         """One more chunk of a whole answer."""
         self._chunks.append(chunk)
-        self._pieces.append(self._parted(chunk))
+        self._pieces.append(parted(self._parser, chunk))
 
     def choice(self) -> ChatChoice:
         """The whole choice from what was taken, at least one chunk."""
         whole = joined(self._chunks)
-        reason, stop_reason = self._end(whole)
+        reason, stop_reason = turn_end(self._parser, whole)
         content = "".join(piece.content for piece in self._pieces)
         calls = self._whole_calls()
         return ChatChoice(
@@ -98,21 +116,6 @@ class ChatChoiceWriter:
             stop_reason=stop_reason,
             token_ids=self._head.ids(whole.token_ids),
         )
-
-    def _parted(self, chunk: Chunk) -> ReplyPiece:
-        piece = self._parser.push(chunk.text)
-        if chunk.finish_reason is None:
-            return piece
-        return piece.plus(self._parser.flush(complete=chunk.finish_reason == "stop" and not isinstance(chunk.stop_reason, str)))
-
-    def _end(self, chunk: Chunk) -> tuple[str | None, StopReason]:
-        """The choice's finish reason and what it stopped at."""
-        if self._parser.ended:
-            return "tool_calls", None
-        if chunk.finish_reason is None:
-            return None, UNSET
-        called = chunk.finish_reason == "stop" and self._parser.calls > 0 and not self._parser.cut
-        return "tool_calls" if called else chunk.finish_reason, chunk.stop_reason
 
     def _call_delta(self, call: CallPiece) -> ToolCallDelta:
         if call.name is None:

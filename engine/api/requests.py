@@ -22,7 +22,7 @@ from engine.sampling import STOP_TOKENS_MAX, STOPS_MAX
 
 __all__ = [
     "ChatMessage", "ChatRequest", "CompletionRequest", "ContentPart", "FunctionCall", "GenerationRequest", "SessionTurn",
-    "StreamOptions", "SyntheticRows", "Thinking", "TokenizeRequest", "ToolCall", "decode", "parse_chat", "parse_completion",
+    "StreamOptions", "SyntheticRows", "Thinking", "TokenizeRequest", "ToolCall", "check_chat", "decode", "parse_chat", "parse_completion",
     "parse_tokenize",
 ]  # fmt: skip
 
@@ -172,7 +172,11 @@ _Request = TypeVar("_Request", bound=msgspec.Struct)
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Decode and check a body of /v1/chat/completions. Raises BadRequest naming the field."""
-    request = decode(body, ChatRequest)
+    return check_chat(decode(body, ChatRequest))
+
+
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """A decoded chat, or one that another endpoint's request was made into, as it is. Raises BadRequest naming the field."""
     _check_shared(request)
     _check_messages(request.messages)
     _check_nesting(request.chat_template_kwargs, "chat_template_kwargs")
