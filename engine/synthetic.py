@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.append import AppendRun
 from engine.chain import Chain
+from engine.errors import BadRequest
 from engine.protocol import SyntheticHistory
 from engine.sampling_table import SamplingState
 from engine.stage import Stage
@@ -28,7 +29,7 @@ from memory.append import AppendChunk
 from memory.session import SessionMemory
 from streams import Event
 
-__all__ = ["SyntheticRun", "tokens_of", "values"]
+__all__ = ["SyntheticRun", "check_history", "tokens_of", "values"]
 
 _WORD = 0xFFFFFFFF
 _STEP = 0x9E3779B9
@@ -63,6 +64,12 @@ def values(seed: int, streams: int | Tensor, positions: Tensor, columns: int) ->
     column = (torch.arange(columns, dtype=torch.int64, device=positions.device) * _STEP) & _WORD
     words = _mix(_mix(row[..., None] ^ column))
     return words.to(torch.float32).mul_(2.0**-31).sub_(1.0).mul_(_ROOT_3)
+
+
+def check_history(history: SyntheticHistory, context_max: int) -> None:
+    """Raise BadRequest unless the history can begin a session of at most `context_max` tokens."""
+    if not (0 <= history.seed < 2**63 and 1 <= history.rows < context_max):
+        raise BadRequest(f"a synthetic history has a seed of 0 to 2^63 - 1 and 1 to {context_max - 1} rows", field="synthetic_history")
 
 
 def tokens_of(history: SyntheticHistory, vocabulary: int) -> list[int]:
