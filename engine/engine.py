@@ -181,9 +181,10 @@ class Engine:
         """The sessions that callers hold, as they are now, in order of their making."""
         return self._held.views()
 
-    def memory_of(self, session_id: SessionId) -> SessionMemory | None:
-        """What a session holds, None before its first turn: for those who measure. Raises UnknownSession."""
-        return self._held.find(session_id).memory
+    @property
+    def memories(self) -> Mapping[SessionId, SessionMemory]:
+        """What the sessions that callers hold have of the stage's memory, those that never had a turn left out: for those who measure."""
+        return {session.id: session.memory for session in self._sessions.values() if session.memory is not None}
 
     async def create_session(self, namespace: str = "") -> SessionId:
         """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`, if nobody may leave."""

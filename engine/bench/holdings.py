@@ -47,8 +47,7 @@ def blocks_of_sessions(engine: Engine, sessions: Sequence[SessionId]) -> BlockPr
     """Whose blocks are whose: in RAM, or resident on the device."""
     counts, ids, shared = [], set(), 0
     for session in sessions:
-        memory = engine.memory_of(session)
-        assert memory is not None, "a session that was filled has memory"
+        memory = engine.memories[session]
         allotment, store = memory.history.allotment, memory.history.store
         counts.append(len(allotment.ids))
         ids.update(allotment.ids)
@@ -58,8 +57,7 @@ def blocks_of_sessions(engine: Engine, sessions: Sequence[SessionId]) -> BlockPr
 
 def parts_of(engine: Engine, session: SessionId) -> Parts:
     """One session's device bytes."""
-    memory, layout = engine.memory_of(session), engine.stage.layout
-    assert memory is not None, "a session that was filled has memory"
+    memory, layout = engine.memories[session], engine.stage.layout
     held = memory.statistics()
     resident = 0 if memory.ring is not None else held.blocks * layout.block_bytes
     tensors = (memory.history.table, memory.pages.table, memory.state, memory.hidden)

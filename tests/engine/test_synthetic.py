@@ -182,7 +182,7 @@ async def test_a_held_session_takes_one_if_it_has_no_tokens(model: Path) -> None
     history, sampling = SyntheticHistory(7, 129), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
     async with Engine.open(model, small(hot_rows=16)) as engine:
         session = await engine.create_session()
-        assert engine.memory_of(session) is None
+        assert session not in engine.memories
         found = await engine.generate(PROMPT, sampling, session=session, history=history).complete()
         assert (found.usage.cached_tokens, engine.sessions[session].rows) == (129, 129 + len(PROMPT) + 5)
         with pytest.raises(BadRequest, match="a session that has no tokens"):
