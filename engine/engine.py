@@ -37,7 +37,7 @@ from engine.sampling import Sampling
 from engine.session import Phase, Session
 from engine.sessions import Sessions
 from engine.stage import Stage
-from engine.synthetic import check_history, tokens_of
+from engine.synthetic import begun_with
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.totals import Statistics, totals
@@ -351,7 +351,8 @@ class Engine:
             await self._held.settle(session)
             self._held.check_revision(session, revision)
         self._check_open(session)
-        with self._begun(session, history):
+        vocabulary, continues = self._stage.model.config.vocabulary, self._continues(session)
+        with begun_with(history, session, continues=continues, context_max=self.context_max, vocabulary=vocabulary):
             self._prompts.check_bias(sampling.logit_bias)
             if after and not (session.temporary and history is None):
                 raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
@@ -384,19 +385,3 @@ class Engine:
     def _continues(self, session: Session) -> bool:
         """Whether the session has tokens, or will have when the requests before this one have run."""
         return bool(session.tokens) or any(request.session is session for request in self._loop.requests)
-
-    @contextmanager
-    def _begun(self, session: Session, history: SyntheticHistory | None) -> Iterator[None]:
-        """Give a session without tokens those of a made-up history, not to be kept if the block fails; its first append writes the rows."""
-        if history is None:
-            return (yield)
-        if self._continues(session):
-            raise BadRequest("a synthetic history begins a session that has no tokens; create another", field="synthetic_history")
-        check_history(history, self.context_max)
-        session.made_up = True
-        session.tokens.extend(tokens_of(history, self._stage.model.config.vocabulary))
-        try:
-            yield
-        except BaseException:
-            session.tokens.clear()
-            raise
