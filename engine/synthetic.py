@@ -1,7 +1,8 @@
 """Made-up histories: rows, keys, MTP rows and hidden states written without running the model, for measuring long contexts.
 
-Holds the arithmetic of the values, the append that writes them, and how a session gets their tokens. They go through the same chunks as real rows, so counts, blocks, pages
-and copies are those of a real history. The model's answer to one means nothing; two placements must give the same answer all the same.
+Holds the arithmetic of the values, the append that writes them, and how a session gets their tokens. They go through the same chunks as
+real rows, so counts, blocks, pages and copies are those of a real history. The model's answer to one means nothing; two placements must
+give the same answer all the same.
 
 Invariants:
 1. A value depends on seed, layer, position and column alone: not on the placement, the chunk, or what ran before.
