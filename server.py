@@ -27,6 +27,7 @@ from engine.errors import BadRequest, ForebayError
 from engine.generating import generating
 from engine.http import SERVICE, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
+from engine.message_routes import add_message_routes
 from engine.protocol import EngineFace
 from engine.response_routes import add_response_routes
 from engine.service import Service
@@ -111,6 +112,7 @@ def build_app(service: Service) -> web.Application:
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)
     add_response_routes(app.router)
+    add_message_routes(app.router)
     add_session_routes(app.router)
     add_watch_routes(app)
     app.router.add_get("/statistics", _statistics)

@@ -18,6 +18,7 @@ import structlog
 from aiohttp import web
 
 from engine import api
+from engine.api.message_writer import anthropic_error
 from engine.errors import BadModel, BadRequest, ForebayError
 from engine.malformed import MALFORMED
 from engine.protocol import EngineFace
@@ -35,6 +36,7 @@ _UNSERVED = {  # paths that clients of such servers know, and what to tell them
     "/v1/embeddings": "embeddings are not served: this server generates text only",
     "/v1/moderations": "moderations are not served: this server generates text only",
 }
+_ANTHROPIC_PATH = "/v1/messages"  # below it errors have the shape that its clients read
 _LARGE_BYTES = 256 * 1024  # a body of this size takes a few milliseconds to decode and check
 _CUT = 499  # a status for the log only: the client left, or the drain was over
 
@@ -59,11 +61,13 @@ def answer(body: Mapping[str, object] | bytes, status: int = 200, headers: Mappi
     return web.Response(body=payload, status=status, headers=headers, content_type="application/json")
 
 
-def _failure(error: BaseException) -> web.Response:
+def _failure(error: BaseException, request: web.Request) -> web.Response:
     status, body = api.error_body(error)
     headers: dict[str, str] = {}
     if isinstance(error, HttpError):
         body = api.error_fields(str(error), error.kind, code=error.code)
+    if request.path.startswith(_ANTHROPIC_PATH):
+        body = anthropic_error(status, body, request[RECORD].request_id)
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
@@ -82,7 +86,7 @@ def _refusal(error: web.HTTPException, request: web.Request) -> web.StreamRespon
         413: f"the body is larger than {request.app[SERVICE].config.body_bytes_max} bytes",
     }
     kind = "not_found_error" if error.status == 404 else "invalid_request_error"
-    response = _failure(HttpError(error.status, said.get(error.status, error.reason or "refused"), kind=kind))
+    response = _failure(HttpError(error.status, said.get(error.status, error.reason or "refused"), kind=kind), request)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response
@@ -95,6 +99,8 @@ def _authorise(request: web.Request) -> None:
     if key is None or path in _OPEN_PATHS or _PAGE_PATH.fullmatch(path) or (config.metrics_open and path == "/metrics"):
         return
     scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
+    if not sent and "X-Api-Key" in request.headers:  # how Anthropic's clients send it
+        scheme, sent = "bearer", request.headers["X-Api-Key"]
     given = sent.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given, key.encode()):
         raise HttpError(401, "send the server's key as 'Authorization: Bearer KEY'", kind="authentication_error", code="invalid_api_key")
@@ -113,14 +119,14 @@ async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
         except web.HTTPException as error:
             response = _refusal(error, request)
         except BadModel as error:  # a request that needs a tokenizer or template that this model does not have
-            response = _failure(BadRequest(str(error)))
+            response = _failure(BadRequest(str(error)), request)
         except ForebayError as error:
-            response = _failure(error)
+            response = _failure(error, request)
         except ConnectionError:
             raise
         except Exception as error:
             log.exception("request.failed", request_id=record.request_id)
-            response = _failure(error)
+            response = _failure(error, request)
         record.status = response.status
         return response
     except (asyncio.CancelledError, ConnectionError):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.api.message_requests import MessagesRequest
 from engine.api.requests import ChatRequest, CompletionRequest, GenerationRequest
 from engine.api.response_requests import ResponsesRequest
 
@@ -25,6 +26,7 @@ def fields_under(title: str) -> list[str]:
         ("Chat", ChatRequest),
         ("Completions", CompletionRequest),
         ("Responses", ResponsesRequest),
+        ("Messages", MessagesRequest),
     ],
 )
 def test_the_tables_hold_the_servers_fields(title: str, kind: type[GenerationRequest]) -> None:

@@ -92,6 +92,8 @@ async def test_a_stream_of_any_chunks_comes_to_the_same(size: int) -> None:
     done: Any = [event for event in plain if event.type == "response.output_item.done"]
     assert [event.item.to_dict() for event in done] == [item.to_dict() for item in last.response.output]
     assert [event.output_index for event in done] == [0, 1, 2, 3]
+    added: Any = [event.item for event in plain if event.type == "response.output_item.added"]
+    assert all(not (item.arguments if item.type == "function_call" else item.content) for item in added)
     for kind, found in (("reasoning_text", "hm"), ("output_text", "Let me see.")):
         deltas: Any = [event for event in plain if event.type == f"response.{kind}.delta"]
         assert "".join(event.delta for event in deltas) == found

@@ -3,8 +3,8 @@
 Parts: `bodies.py` takes off what a client compressed, `requests.py` decodes and checks bodies, `tools.py` checks and chooses tools,
 `limits.py` refuses prompts that cannot fit by their lengths, `translate.py` makes sampling, messages and prompts of requests,
 `responses.py` is the shape of what goes out, `chat_choice.py` and `completion_choice.py` fill it from generated chunks with what
-`chunks.py` has for both, `dialects.py` is each endpoint's way; `parts.py` and `response_*.py` are `/v1/responses`, `sessions.py` is what
-`/v1/sessions` takes and answers, `failures.py` turns exceptions into bodies. No HTTP here.
+`chunks.py` has for both, `dialects.py` is each endpoint's way; `parts.py` with `response_*.py` is `/v1/responses` and with `message_*.py`
+`/v1/messages`, `sessions.py` is what `/v1/sessions` takes and answers, `failures.py` turns exceptions into bodies. No HTTP here.
 
 Chosen:
 - A field that we know and cannot serve (a forced call, best_of, structured output) is refused with a line that says so; ignoring it

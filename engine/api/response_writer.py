@@ -109,7 +109,7 @@ class ResponseWriter:
         if step.what == "more":
             return self._event("response.function_call_arguments.delta", **place, delta=step.text)
         if step.what == "begin":
-            return self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress"))
+            return self._event("response.output_item.added", output_index=part.index, item=self._item(part, "in_progress", empty=True))
         done = self._event("response.function_call_arguments.done", **place, name=part.name, arguments=part.text)
         return done + self._event("response.output_item.done", output_index=part.index, item=self._item(part))
 
@@ -117,7 +117,7 @@ class ResponseWriter:
         """A part as an item; one that is `empty` has no content yet."""
         name, said = _PREFIX[part.kind] + part.id, status or self._status(part)
         if part.kind == "call":
-            return CallItem(id=name, call_id=f"call_{part.id}", name=part.name, arguments=part.text, status=said)
+            return CallItem(id=name, call_id=f"call_{part.id}", name=part.name, arguments="" if empty else part.text, status=said)
         if part.kind == "text":
             return MessageItem(id=name, status=said, content=() if empty else (OutputText(text=part.text),))
         return ReasoningItem(
