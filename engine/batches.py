@@ -6,10 +6,13 @@ Invariants:
 1. A bucket's tables are rewritten, in stream order, before a step whose members are not the ones it names; a step comes after that.
 2. A request's counts advance when its step is submitted, never before, by every row that could be accepted: `logical` is then the most that
    the session can have, until the step is followed and what was refused is taken back.
-3. A step of r rows a session may write up to `reach(r)` positions from its first: r of its own, and MTP rows behind the last of them.
+3. A member with a form has a new mask in place before its step: the step before was followed, or it would not be a member.
+4. A step of r rows a session may write up to `reach(r)` positions from its first: r of its own, and MTP rows behind the last of them.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from engine.decode import DecodeStep
 from engine.request import Request
@@ -18,6 +21,7 @@ from engine.stage import Stage
 from engine.step_output import StepEvents
 from kernels.layout import PAGE_KEYS
 from kernels.place import BULK_ROWS
+from memory.staging import pinned
 from memory.table import StepTable
 from streams import Event
 
@@ -86,6 +90,7 @@ class Batches:
             memory.ensure_rows(memory.counts.logical + reach(own), self._stage.streams.compute)
         # Behind a step that never ran the stream's own order is enough; behind a live one its failure must reach this one.
         after = [] if previous is None or previous.failed is not None else [previous.events.done]
+        after.extend(self._bring_masks(members))
         if stale:
             after.append(self._rewrite(bucket, members, rows))
         if self._stage.recorder is not None and bucket.step.ran and not bucket.step.recorded:
@@ -100,6 +105,17 @@ class Batches:
             request.in_flight += 1
         self.steps += 1
         return Flight(bucket, members, rows, events)
+
+    def _bring_masks(self, members: tuple[Request, ...]) -> list[Event[Any]]:
+        """Bring the masks of members whose form went on to where the sampler reads them, which no table row changes for."""
+        compute, uploads = self._stage.streams.compute, list[Event[Any]]()
+        for request in members:
+            mask, state = request.due_mask(), request.state
+            if mask is None or state is None or state.mask is None:
+                continue
+            work = partial(state.mask.copy_, pinned(mask, self._stage.device), non_blocking=True)
+            uploads.append(compute.submit(work, label="mask.upload", session=request.session.id, writes=(state.mask,)))
+        return uploads
 
     def _rewrite(self, bucket: Bucket, members: tuple[Request, ...], rows: tuple[int, ...]) -> Event[None]:
         """Set the tables to these members by one stream-ordered operation; if it fails, so must the step that would read others' places."""

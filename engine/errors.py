@@ -8,8 +8,8 @@ import reprlib
 from typing import Final, Literal, TypeAlias
 
 __all__ = [
-    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "NeverFits", "NotAdmitted",
-    "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong", "UnknownSession", "shown",
+    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "FormBroken", "NeverFits",
+    "NotAdmitted", "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -68,6 +68,10 @@ class BadRequest(ForebayError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class FormBroken(BadRequest):
+    """The form that a request asked for cannot go on: its grammar became too complex, or leads nowhere. May come after any chunk."""
 
 
 class TooLong(BadRequest):

@@ -267,7 +267,8 @@ class StepLoop:
             session.move(Phase.BROKEN)
             request.fail(error)
         else:
-            del session.tokens[max(len(request.prompt) - len(request.appended), session.rows) :]
+            before = len(request.prompt) - len(request.appended)
+            del session.tokens[max(before, session.rows) :]
             session.revision += 1
             session.move(Phase.READY)
             request.end("abort")
@@ -277,6 +278,5 @@ class StepLoop:
         """Once no operation of the request is outstanding."""
         self.tally.ended(request)
         self.release(request)
-        request.drop_unwritten()
         request.ended.set()
         self._batches.forget(request)

@@ -11,13 +11,14 @@ Invariants:
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.append import AppendRun
 from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
-from engine.errors import ForebayError, TooLong
+from engine.errors import ForebayError, FormBroken, TooLong
 from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.sampling_table import SamplingState
@@ -26,6 +27,9 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.stop import StopScanner
 from engine.text.tokenizer import Tokenizer
 from kernels.sample import log_probabilities, top_logprobs
+
+if TYPE_CHECKING:  # its library is an extra
+    from engine.grammar.follower import Follower
 
 __all__ = ["Limits", "Request"]
 
@@ -65,12 +69,14 @@ class Request:
         self._drafts_judged = 0
         self.append: AppendRun | None = None  # while the prompt is read
         self.appended_rows = 0  # of finished chunks, once it was read
-        self.history: SyntheticHistory | None = None  # what its session begins with
+        self.history: SyntheticHistory | None = None  # what its fresh session begins with
         self.state: SamplingState | None = None
+        self.form: Follower | None = None  # which tokens may come, where a form was asked for
+        self._mask_due = False
         self._limits = limits
         self._seed = seed
         self.fit(len(session.tokens))
-        self._ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
+        self.ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
         self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._scanner = StopScanner(sampling.stop, include_stop=sampling.include_stop)
@@ -89,7 +95,8 @@ class Request:
     def begin(self, prompt: tuple[int, ...], vocabulary: int, device: torch.device | str = "cpu") -> None:
         """Its turn has come: the whole context it continues is known."""
         self.prompt = prompt
-        self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device)
+        mask = None if self.form is None else self.form.mask
+        self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device, mask)
 
     @property
     def wants_logits(self) -> bool:
@@ -97,22 +104,25 @@ class Request:
 
     @property
     def may_step(self) -> bool:
-        """Whether one more step can yield a token that is still wanted."""
-        return not self.finished and not self.aborted and self.generated + self.in_flight < self.max_tokens
+        """Whether one more step can yield a token that is still wanted. With a form only once the host knows what may come."""
+        followed = self.form is None or self.in_flight == 0
+        return followed and not self.finished and not self.aborted and self.generated + self.in_flight < self.max_tokens
 
     def depth_within(self, depth: int) -> int:
         """Drafts a step for this request, where the engine makes `depth`."""
-        asked = self.sampling.draft_depth
+        asked = self.sampling.draft_depth if self.form is None else 0  # a draft's follower has a mask that nobody knows yet
         return depth if asked is None else min(depth, asked)
+
+    def due_mask(self) -> Tensor | None:
+        """What `state.mask` must be before the next step, int32 on the CPU; None: what it is. The caller brings it there."""
+        if not self._mask_due or self.form is None:
+            return None
+        self._mask_due = False
+        return self.form.mask
 
     def judged(self, drafts: int) -> None:
         """A step of this request judged so many drafts; called before its tokens are taken."""
         self._drafts_judged += drafts
-
-    def drop_unwritten(self) -> None:
-        """A made-up history that was not written whole leaves no tokens without rows, which would be read as real ones."""
-        if self.history is not None and self.session.rows < self.history.rows:
-            del self.session.tokens[self.session.rows :]
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)
@@ -123,21 +133,36 @@ class Request:
         self.generated += 1
         self._drafts_accepted += guessed
         self.session.tokens.append(token)
-        ends = token in self._ends
+        ends = token in self.ends
         text = "" if self._detokenizer is None or (ends and not self.sampling.include_stop) else self._detokenizer.push([token])
         emit, stopped = self._scanner.push(text)
+        complete, broken = (False, None) if ends or stopped is not None else self._follow_form(token)
         reason: FinishReason | None = None
         stop_reason: str | int | None = stopped
         if stopped is not None:
             reason = "stop"
         elif ends:
             reason, stop_reason = "stop", token
+        elif complete:
+            reason = "stop"
         elif self.generated >= self.max_tokens:
             reason = "length"
         if reason is not None and stopped is None:
             emit += self._rest()
         self._put(emit, token, logits, reason, stop_reason)
-        return reason is not None
+        if broken is not None:
+            self.fail(broken)
+        return self.finished
+
+    def _follow_form(self, token: int) -> tuple[bool, FormBroken | None]:
+        """Whether the form is complete now and nothing can follow, or what broke it."""
+        if self.form is None:
+            return False, None
+        self._mask_due = True
+        try:
+            return self.form.take(token), None
+        except FormBroken as error:
+            return False, error
 
     def _rest(self) -> str:
         """Text still held back when nothing more will come; a stop string completed by it still counts."""

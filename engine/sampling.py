@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import DRAFT_DEPTH_MAX
 from engine.errors import BadRequest, shown
+from engine.grammar.form import Form
 
 __all__ = ["STOPS_MAX", "STOP_TOKENS_MAX", "Sampling"]
 
@@ -38,6 +39,7 @@ class Sampling:
     logprobs: int | None = None  # None: off; 0: the chosen token's only; n: and the n most likely
     include_stop: bool = False
     draft_depth: int | None = None  # most tokens drafted a step for this request; None: as many as the engine drafts. Changes no token
+    form: Form | None = None  # what the text must be; such a generation does not run ahead
     keep_logits: bool = False  # chunks carry the raw logits of each token; for tests and tools
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sampling parameters of the places of a step, the token counts that penalties need, and biases.
+"""Sampling parameters of the places of a step, the token counts that penalties need, biases and masks.
 
 Device tensors only; rewritten by a stream-ordered operation when places change. Knows no requests' texts or stops.
 
@@ -31,10 +31,17 @@ class SamplingState:
     prompt_seen: Tensor | None  # uint8 [vocabulary]
     output_counts: Tensor | None  # int32 [vocabulary]
     bias: Tensor | None = None  # f32 [vocabulary], added to the logits
+    mask: Tensor | None = None  # int32 [(vocabulary + 31) // 32]: a bit a token that may come
 
     @staticmethod
-    def of(sampling: Sampling, seed: int, prompt: Sequence[int], vocabulary: int, device: torch.device | str = "cpu") -> "SamplingState":
-        """Build from what the caller asked; `seed` is the resolved one. Once a request: counts go to the device while the host waits."""
+    def of(
+        sampling: Sampling, seed: int, prompt: Sequence[int], vocabulary: int, device: torch.device | str = "cpu",
+        mask: Tensor | None = None,
+    ) -> "SamplingState":  # fmt: skip
+        """Build from what the caller asked; `seed` is the resolved one. Once a request: counts go to the device while the host waits.
+
+        Args: mask: int32 [(vocabulary + 31) // 32], CPU: which tokens may come first; None: any token may come, always.
+        """
         parameters = (
             sampling.temperature, sampling.top_p, float(sampling.top_k), sampling.min_p,
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty, 0.0,
@@ -45,15 +52,16 @@ class SamplingState:
             bias = torch.zeros(vocabulary)
             bias[torch.tensor(token_ids)] = torch.tensor(values)
             bias = bias.to(device)
+        held = None if mask is None else mask.to(device, copy=True)
         if not sampling.penalises:
-            return SamplingState(parameters, seed, None, None, bias)
+            return SamplingState(parameters, seed, None, None, bias, held)
         seen = torch.zeros(vocabulary, dtype=torch.uint8)
         seen[torch.tensor(sorted(set(prompt)), dtype=torch.int64)] = 1
-        return SamplingState(parameters, seed, seen.to(device), torch.zeros(vocabulary, dtype=torch.int32).to(device), bias)
+        return SamplingState(parameters, seed, seen.to(device), torch.zeros(vocabulary, dtype=torch.int32).to(device), bias, held)
 
 
 class SamplingTable:
-    """One row a place: f32 parameters, seed, addresses of counts and bias (0: none); and the same for `rows` query rows of each place."""
+    """One row a place: f32 parameters, seed, addresses of counts, bias and mask (0: none); and that for `rows` query rows of each place."""
 
     def __init__(self, places: int, device: torch.device | str = "cpu", *, rows: int = 1) -> None:
         self._rows = rows
@@ -96,7 +104,7 @@ class SamplingTable:
         if self._rows > 1:
             drafts = tokens.view(-1, 1, self._rows)[:, :, 1:]
             before = torch.where(self._hears, drafts, -1).view(-1, self._rows - 1)
-        out.copy_(sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, before, of.biases))
+        out.copy_(sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, before, of.biases, of.masks))
 
     def draft(self, logits: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
         """Guess one token a place, with the noise that the sample at that position will have.
@@ -107,12 +115,12 @@ class SamplingTable:
         returns    [places]              int64
         """
         of = self._of_place
-        return sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, drafts, of.biases)
+        return sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, drafts, of.biases, of.masks)
 
     def sample_last(self, logits: Tensor, positions: Tensor, out: Tensor) -> None:
         """Choose a token a place that nothing can refuse, and count it. Shapes as `draft`'s; out [places] int64."""
         of = self._of_place
-        tokens = sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, None, of.biases)
+        tokens = sample(logits, of.parameters, of.seeds, positions, of.prompt_seen, of.output_counts, None, of.biases, of.masks)
         count_token(of.output_counts, tokens)
         out.copy_(tokens)
 
@@ -122,11 +130,11 @@ class _Columns:
     """What sampling reads, one row each."""
 
     parameters: Tensor  # f32 [rows, 8]
-    integers: Tensor  # int64 [4, rows]
+    integers: Tensor  # int64 [5, rows]
 
     @staticmethod
     def empty(rows: int, device: torch.device | str) -> "_Columns":
-        return _Columns(torch.zeros((rows, _COLUMNS), device=device), torch.zeros((4, rows), dtype=torch.int64, device=device))
+        return _Columns(torch.zeros((rows, _COLUMNS), device=device), torch.zeros((5, rows), dtype=torch.int64, device=device))
 
     @property
     def seeds(self) -> Tensor:
@@ -144,11 +152,16 @@ class _Columns:
     def biases(self) -> Tensor:
         return self.integers[3]
 
+    @property
+    def masks(self) -> Tensor:
+        return self.integers[4]
+
     def write(self, held: Sequence[SamplingState]) -> None:
         seen = [0 if row.prompt_seen is None else row.prompt_seen.data_ptr() for row in held]
         counts = [0 if row.output_counts is None else row.output_counts.data_ptr() for row in held]
         biases = [0 if row.bias is None else row.bias.data_ptr() for row in held]
+        masks = [0 if row.mask is None else row.mask.data_ptr() for row in held]
         device = self.integers.device
         self.parameters.copy_(pinned(torch.tensor([row.parameters for row in held]), device), non_blocking=True)
-        integers = torch.tensor([[row.seed for row in held], seen, counts, biases], dtype=torch.int64)
+        integers = torch.tensor([[row.seed for row in held], seen, counts, biases, masks], dtype=torch.int64)
         self.integers.copy_(pinned(integers, device), non_blocking=True)

@@ -241,11 +241,11 @@ async def test_echo_repeats_the_prompt() -> None:
 
 
 async def test_what_is_not_served_says_so() -> None:
-    """Forced calls, structured output, best_of and embeddings are each refused in a line that names the field."""
+    """Forms that are none, best_of and embeddings are each refused in a line that names the field."""
     async with client_of(FakeEngine([words("x")])) as client:
         refusals: list[dict[str, Any]] = [
-            {"tool_choice": "required"}, {"tool_choice": {"type": "function", "function": {"name": "read"}}},
-            {"response_format": {"type": "json_object"}},
+            {"tool_choice": {"type": "function", "function": {"name": "absent"}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         ]  # fmt: skip
         for fields in refusals:
             with pytest.raises(openai.BadRequestError) as caught:

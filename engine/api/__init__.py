@@ -1,13 +1,14 @@
 """The wire: OpenAI-shaped requests and answers, and their translation to and from the engine's values.
 
 Parts: `bodies.py` takes off what a client compressed, `requests.py` decodes and checks bodies, `tools.py` checks and chooses tools,
+`forms.py` and `call_grammar.py` say what form the output must have,
 `limits.py` refuses prompts that cannot fit by their lengths, `translate.py` makes sampling, messages and prompts of requests,
 `responses.py` is the shape of what goes out, `chat_choice.py` and `completion_choice.py` fill it from generated chunks with what
 `chunks.py` has for both, `dialects.py` is each endpoint's way; `parts.py` with `response_*.py` is `/v1/responses` and with `message_*.py`
 `/v1/messages`, `sessions.py` is what `/v1/sessions` takes and answers, `failures.py` turns exceptions into bodies. No HTTP here.
 
 Chosen:
-- A field that we know and cannot serve (a forced call, best_of, structured output) is refused with a line that says so; ignoring it
+- A field that we know and cannot serve (best_of, audio, an unknown choice of tools) is refused with a line that says so; ignoring it
   would answer another question than the one asked. Fields we do not know are ignored. docs/api.md lists them.
 - Without a maximum the engine's default applies, on both endpoints; OpenAI's 16 for completions surprises everybody.
 - Text parts of one message are put together with nothing between them, which is what the model's template does with them.

@@ -242,7 +242,8 @@ def _check_shared(request: GenerationRequest) -> None:
         if request.n not in (None, 1) and getattr(request, owner) is not None:
             raise BadRequest(f"n must be 1 with {owner}, which goes on in one way only: fork the session instead", field="n")
     _check_length(request.logit_bias or (), _BIASES_MAX, "logit_bias")
-    _check_unstructured(request)
+    for field in ("response_format", "structured_outputs", "guided_json", "guided_choice"):
+        _check_nesting(getattr(request, field), field)
     if request.session is not None and request.synthetic_history is not None:
         raise BadRequest("synthetic_history begins a session of its own: leave session out", field="synthetic_history")
     if request.stream_options is not None and not request.stream:
@@ -251,14 +252,6 @@ def _check_shared(request: GenerationRequest) -> None:
     for field, given, most in (("stop", request.stop, STOPS_MAX), ("stop_token_ids", request.stop_token_ids, STOP_TOKENS_MAX)):
         if isinstance(given, list):
             _check_length(given, most, field)
-
-
-def _check_unstructured(request: GenerationRequest) -> None:
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        raise BadRequest("response_format must be of type 'text': structured output is not served yet", field="response_format")
-    for field in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if getattr(request, field) is not None:
-            raise BadRequest(f"{field} is not served: structured output is not served yet", field=field)
 
 
 def _check_length(given: Sized, most: int, field: str) -> None:

@@ -9,6 +9,7 @@ from typing import cast
 
 import msgspec
 
+from engine.api.forms import form_of
 from engine.api.requests import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest, ToolCall
 from engine.api.tools import shown_tools
 from engine.errors import BadRequest, shown
@@ -48,6 +49,7 @@ def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _
         "include_stop": request.include_stop_str_in_output,
         "logprobs": _logprobs(request),
         "logit_bias": _logit_bias(request.logit_bias),
+        "form": form_of(request),
     }
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens

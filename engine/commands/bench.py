@@ -7,24 +7,14 @@ runs, because torch takes seconds to import and --help needs none of it.
 import argparse
 
 from engine import logs
-from engine.commands import (
-    bench_append,
-    bench_archive,
-    bench_decode,
-    bench_host,
-    bench_kernels,
-    bench_parity,
-    bench_round,
-    bench_sessions,
-    bench_step,
-)  # fmt: skip
+from engine.commands import bench_append, bench_archive, bench_decode, bench_host, bench_kernels, bench_parity, bench_round, bench_step
 from engine.commands.command import Command, Invocation
 
 __all__ = ["ACTIONS", "COMMAND"]
 
 ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
-    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND,
+    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND,
 )  # fmt: skip
 
 
@@ -44,4 +34,4 @@ def run(invocation: Invocation) -> int:
     return chosen.run(invocation)
 
 
-COMMAND = Command("bench", "measure decoding, appends, many sessions, the host, and single kernels", configure, run)
+COMMAND = Command("bench", "measure decoding, appends, the host, and single kernels", configure, run)

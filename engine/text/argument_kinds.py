@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-__all__ = ["ToolSchemas", "argument_json", "is_json_string"]
+__all__ = ["ToolSchemas", "argument_json", "is_json_string", "resolved"]
 
 Kinds = frozenset[str]  # JSON Schema's names of types; empty: not declared, anything may come
 _ANY: Kinds = frozenset()
@@ -32,7 +32,7 @@ class ToolSchemas:
         known = self._known.get((tool, argument))
         if known is None:
             root = self._parameters_of.get(tool)
-            schema = _resolved(root, root)
+            schema = resolved(root, root)
             properties = schema.get("properties")
             found = properties.get(argument) if isinstance(properties, Mapping) else None
             looked = _Looked(root)
@@ -69,7 +69,7 @@ def _kind(value: object) -> str:
     return next((name for kind, name in names if isinstance(value, kind)), "null")
 
 
-def _resolved(schema: object, root: object) -> Mapping[str, object]:
+def resolved(schema: object, root: object) -> Mapping[str, object]:
     """A schema, or what its local reference leads to; {} for what is no schema."""
     for _ in range(_HOPS_MAX):
         if not isinstance(schema, Mapping):
@@ -91,7 +91,7 @@ class _Looked:
         self._kinds_of: dict[int, Kinds] = {}  # by id: the root holds them all
 
     def kinds(self, schema: object, hops: int) -> Kinds:
-        found = _resolved(schema, self._root)
+        found = resolved(schema, self._root)
         if hops == 0 or not found:
             return _ANY
         known = self._kinds_of.get(id(found))

@@ -1,4 +1,4 @@
-"""From logits to tokens: bias, penalties, filters and a seeded choice.
+"""From logits to tokens: bias, mask, penalties, filters and a seeded choice.
 
 Sampling is a pure function of (logits, parameters, counts, seed, position): the same row gives the same token in any batch, with and
 without drafts, and again after a restart. The choice is the largest of log p + Gumbel noise, which draws exactly from p, needs no sum over
@@ -21,7 +21,7 @@ __all__ = ["count_token", "log_probabilities", "sample", "top_logprobs"]
 
 def sample(
     logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
-    before: Tensor | None = None, biases: Tensor | None = None,
+    before: Tensor | None = None, biases: Tensor | None = None, masks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
@@ -33,15 +33,17 @@ def sample(
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
     before         [T, B]  int64  device  tokens generated besides, not counted yet: the drafts that a row comes after; -1: none
     biases         [T]     int64  device  address of float32 [V], added to the logits before all else; 0: nothing is
+    masks          [T]     int64  device  address of int32 [(V + 31) // 32]: token t may come where bit t % 32 of word t // 32 is set;
+                                          0: any may
     returns        [T]     int64  device  token ids
     """
     if on_cpu("sample", logits):
-        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases)
+        return reference.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases, masks)
     from kernels.sample import kernel
 
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    return kernel.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases)
+    return kernel.sample(logits, parameters, seeds, positions, prompt_seen, output_counts, before, biases, masks)
 
 
 def count_token(output_counts: Tensor, tokens: Tensor) -> None:

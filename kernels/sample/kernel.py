@@ -4,7 +4,7 @@ Launches: penalise, scale, four for the top-k cut (`kernels/select`), eight for 
 filter leaves the cuts' launches at once. The top-p cut is a radix search like the top-k cut, 4 bits a launch, over probability mass.
 
 Invariants:
-1. The order of the reference: bias, penalties, temperature, top-k, top-p, min-p, then the largest of value + noise; equals to the lower id.
+1. The reference's order: bias, mask, penalties, temperature, top-k, top-p, min-p, then the largest of value + noise; equals: lower id.
 2. Philox words are integer arithmetic, the reference's bits. Logarithms and exponentials are the device's, so a choice may differ from the
    reference's where two scores, or a cut, differ by float32 rounding. Mass is summed in float64, in a fixed order, no float atomics.
 3. A row's launches see that row only, in chunks given by the vocabulary: its token does not depend on its company.
@@ -29,12 +29,14 @@ COLUMNS = tl.constexpr(8)
 COUNTS = tl.constexpr(tl.pointer_type(tl.int32))
 SEEN = tl.constexpr(tl.pointer_type(tl.uint8))
 BIAS = tl.constexpr(tl.pointer_type(tl.float32))
+MASK = tl.constexpr(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _penalise(logits, stride, parameters, prompt_seen, output_counts, before, biases, values, tops, BEFORE: tl.constexpr,
-              BIASED: tl.constexpr, VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Biased and penalised logits, and each chunk's largest: NaN where any is."""
+def _penalise(logits, stride, parameters, prompt_seen, output_counts, before, biases, masks, values, tops, BEFORE: tl.constexpr,
+              BIASED: tl.constexpr, MASKED: tl.constexpr, VOCABULARY: tl.constexpr, CHUNKS: tl.constexpr,
+              CHUNK: tl.constexpr):  # fmt: skip
+    """Biased, masked and penalised logits, and each chunk's largest: NaN where any is."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -44,6 +46,11 @@ def _penalise(logits, stride, parameters, prompt_seen, output_counts, before, bi
         bias = tl.load(biases + row)
         if bias != 0:
             value += tl.load(bias.to(BIAS) + token, mask=inside, other=0.0)
+    if MASKED:
+        mask = tl.load(masks + row)
+        if mask != 0:
+            words = tl.load(mask.to(MASK) + token // 32, mask=inside, other=0)
+            value = tl.where((words >> (token % 32)) & 1 != 0, value, float("-inf"))
     seen, counts = tl.load(prompt_seen + row), tl.load(output_counts + row)
     if (seen != 0) | (counts != 0):
         times = tl.load(counts.to(COUNTS) + token, mask=inside & (counts != 0), other=0)
@@ -236,7 +243,7 @@ def _count_token(output_counts, tokens):
 
 def sample(
     logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
-    before: Tensor | None, biases: Tensor | None,
+    before: Tensor | None, biases: Tensor | None, masks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See the reference; values of a row of `logits` lie side by side."""
     rows, vocabulary = logits.shape
@@ -256,7 +263,8 @@ def sample(
     uncounted = 0 if before is None else before.shape[1]
     _penalise[grid](
         logits, logits.stride(0), parameters, prompt_seen, output_counts, seeds if before is None else before.contiguous(),
-        seeds if biases is None else biases, values, tops, BEFORE=uncounted, BIASED=biases is not None, **shapes, enable_fp_fusion=False,
+        seeds if biases is None else biases, seeds if masks is None else masks, values, tops, BEFORE=uncounted, BIASED=biases is not None,
+        MASKED=masks is not None, **shapes, enable_fp_fusion=False,
     )  # fmt: skip
     _scale[grid](parameters, values, tops, ranges[1], ranges[2], **blocks)
     states, counts = find_cuts(values, ranges[0], ranges[1], 0, ranges[2])
@@ -300,11 +308,11 @@ _ROWS = _VOCABULARY | {"parameters": "*fp32", "values": "*fp32", "CHUNKS_BLOCK":
 _CUTS = _ROWS | {"states": "*i32", "counts": "*i32", "prefixes": "*i32", "wanteds": "*fp64", "masses": "*fp64"}
 _PENALISE = _VOCABULARY | {
     "logits": "*fp32", "stride": 154880, "parameters": "*fp32", "prompt_seen": "*i64", "output_counts": "*i64", "before": "*i64",
-    "biases": "*i64", "values": "*fp32", "tops": "*fp32",
+    "biases": "*i64", "masks": "*i64", "values": "*fp32", "tops": "*fp32",
 }  # fmt: skip
 COMPILE = [
-    (_penalise, _PENALISE | {"BEFORE": 0, "BIASED": False}),
-    (_penalise, _PENALISE | {"BEFORE": 7, "BIASED": True}),
+    (_penalise, _PENALISE | {"BEFORE": 0, "BIASED": False, "MASKED": False}),
+    (_penalise, _PENALISE | {"BEFORE": 7, "BIASED": True, "MASKED": True}),
     (_scale, _ROWS | {"tops": "*fp32", "ends": "*i64", "limits": "*i64"}),
     (_mass, _CUTS | {"PASS": 0}),
     (_mass, _CUTS | {"PASS": 3}),

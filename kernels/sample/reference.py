@@ -1,8 +1,8 @@
 """Sampling, defined in torch over real addresses (CPU): a pure function of logits, parameters, counts, seed and position.
 
 Invariants:
-1. Order: bias, penalties (repetition, then frequency, then presence), temperature, top-k, top-p over what top-k left, min-p against the
-   most likely token, then the largest of log p + Gumbel noise. Temperature 0 takes the largest logit after penalties.
+1. Order: bias, mask, penalties (repetition, then frequency, then presence), temperature, top-k, top-p over what top-k left, min-p against
+   the most likely token, then the largest of log p + Gumbel noise. Temperature 0 takes the largest logit after penalties.
 2. Equal values are ordered by token id, the lower first: at every cut, in greedy choice and in the final choice.
 3. The most likely token passes every filter, so one always stays.
 4. A row is computed by itself, in shapes that its own values decide: its token does not depend on its company.
@@ -23,7 +23,7 @@ _CHUNK = 512
 
 def sample(
     logits: Tensor, parameters: Tensor, seeds: Tensor, positions: Tensor, prompt_seen: Tensor, output_counts: Tensor,
-    before: Tensor | None = None, biases: Tensor | None = None,
+    before: Tensor | None = None, biases: Tensor | None = None, masks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Choose one token a row.
 
@@ -35,11 +35,15 @@ def sample(
     output_counts  [T]     int64  device  address of int32 [V], times each token was generated; 0: none
     before         [T, B]  int64  device  tokens generated besides, not counted yet; -1: none
     biases         [T]     int64  device  address of float32 [V], added to the logits; 0: nothing is
+    masks          [T]     int64  device  address of int32 [(V + 31) // 32]: token t may come where bit t % 32 of word t // 32 is set;
+                                          0: any may
     returns        [T]     int64  device  token ids
     """
     uncounted = [[]] * logits.shape[0] if before is None else before.tolist()
     if biases is not None:
         logits = _biased(logits, biases)
+    if masks is not None:
+        logits = _masked(logits, masks)
     rows = zip(
         logits.unbind(0), parameters.tolist(), seeds.tolist(), positions.tolist(), prompt_seen.tolist(), output_counts.tolist(),
         uncounted, strict=True,
@@ -73,6 +77,19 @@ def _biased(logits: Tensor, biases: Tensor) -> Tensor:
     shape = (logits.shape[1],)
     rows = zip(logits.unbind(0), biases.tolist(), strict=True)
     return torch.stack([row + tensor_at(address, shape, torch.float32) if address else row for row, address in rows])
+
+
+def _masked(logits: Tensor, masks: Tensor) -> Tensor:
+    token = torch.arange(logits.shape[1])
+    word, bit = token // 32, (token % 32).to(torch.int32)
+
+    def left(row: Tensor, address: int) -> Tensor:
+        if not address:
+            return row
+        words = tensor_at(address, (-(-row.shape[0] // 32),), torch.int32)
+        return torch.where((words[word] >> bit) & 1 > 0, row, -torch.inf)
+
+    return torch.stack([left(row, address) for row, address in zip(logits.unbind(0), masks.tolist(), strict=True)])
 
 
 def _penalised(

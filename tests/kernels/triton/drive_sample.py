@@ -84,6 +84,24 @@ def biases_agree() -> None:
     assert not torch.equal(wanted, reference.sample(*asked)), "the biases change nothing here"
 
 
+def masks_agree() -> None:
+    """Tokens outside a row's mask never come, through every filter, and what comes is the reference's; rows without one keep theirs."""
+    torch.manual_seed(4)
+    mask = torch.tensor([0b1001, 0, -(2**31), 5, 1 << 21], dtype=torch.int32)  # 0, 3, 95, 96, 98, 149
+    counts = torch.randint(0, 3, (VOCABULARY,), dtype=torch.int32)
+    rows = [
+        [t, p, k, m, 1.3, 0.4, -0.3, 0.0] for t, p, k, m in ((0, 1, 0, 0), (1, 0.6, 0, 0), (1, 1, 30, 0), (1, 0.9, 4, 0.1), (1, 1, 0, 0))
+    ]
+    none, counted = torch.zeros(5, dtype=torch.int64), torch.tensor([0, counts.data_ptr(), counts.data_ptr(), 0, 0])
+    masks = torch.tensor([mask.data_ptr()] * 4 + [0])
+    asked = (torch.randn(5, VOCABULARY), torch.tensor(rows), torch.arange(5), torch.arange(5), none, counted, None, None)
+    got, wanted = sample(*asked, masks), reference.sample(*asked, masks)
+    interpreted.same("masks", got, wanted)
+    assert set(got[:4].tolist()) <= {0, 3, 95, 96, 98, 149}
+    assert not torch.equal(wanted, reference.sample(*asked)), "the masks change nothing here"
+    assert got[4] == sample(*asked)[4]
+
+
 def bad_rows_give_token_zero() -> None:
     """A NaN anywhere, an infinity, or nothing but -inf gives token 0 and leaves the other rows alone."""
     logits = torch.randn(5, VOCABULARY)
@@ -119,6 +137,7 @@ def main() -> None:
     bad_rows_give_token_zero()
     penalties_agree()
     biases_agree()
+    masks_agree()
     filters_agree()
     company_changes_no_token()
 
