@@ -1,6 +1,6 @@
-"""Append: rows added in bulk, to a new or an existing history, in chunks cut into units of one layer.
+"""Append: rows added in bulk, to a new or an existing history, in chunks cut into units: parts of a layer.
 
-Holds the scratch of one stage and the life of one append. Knows no text. The phase is a fact of the session: a chunk of any length,
+Holds the life of one append. Knows no text. The phase is a fact of the session: a chunk of any length,
 one token included, goes this way and never the decode step's.
 
 Invariants:
@@ -8,16 +8,19 @@ Invariants:
 2. A layer's older rows are brought by one gather over the block addresses, into scratch used by every second layer, while the layer
    before computes; transient memory is bounded by two layers. Where a chunk picks fewer rows than the history has, only those are read.
 3. Every read of a row, the chunk's own included, is of packed bytes.
+4. How a chunk is cut depends on its rows and its history alone, never on who else runs: its bits are the same in any company.
 Source: design, sections 7 and 10.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.append_cost import AppendCost
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store, store_input
@@ -34,9 +37,10 @@ from memory.session import SessionMemory
 from memory.staging import landing, pinned
 from streams import Event
 
-__all__ = ["AppendOutput", "AppendRun"]
+__all__ = ["AppendOutput", "AppendRun", "Scratch", "Unit"]
 
 _QUERY_TILE = 64  # query rows scored at once: bounds the score scratch to 64 x history
+_SCORES_A_UNIT = 64 << 20  # that one unit makes at most, but for one tile of a longer history: of 64 rows over 1,048,576 keys
 _SCRATCH_ROWS = 4096  # scratch grows by so many rows: histories of one prompt's chunks rarely need a new one
 _NO_LAYER = 1 << 40
 
@@ -57,17 +61,49 @@ class AppendOutput:
         return int(self.landed[1])
 
 
-class AppendRun:
-    """One append of `tokens` to a session. `units()` yields an event a unit; the caller awaits it before asking for the next."""
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of an append. Nothing of it is submitted before `submit` is called, once; the event is done when the part is.
 
-    def __init__(self, stage: Stage, memory: SessionMemory, tokens: list[int], sampling: SamplingState | None, session: str) -> None:
+    cost: about what it takes, in bytes that a step could read meanwhile (`append_cost.py`). needs: done before it runs anyway; submitted
+    earlier, it would hold up whoever comes behind it on its stream. rests: where to stop if nobody waits. ends_chunk: nothing of the
+    append is in flight once it is done, and another one's chunk may come next.
+    """
+
+    submit: Callable[[], Event[Any]]
+    cost: int
+    needs: Event[Any] | None = None
+    rests: bool = False
+    ends_chunk: bool = False
+
+
+class Scratch:
+    """Packed rows of two layers by position, uint8 [rows, row_bytes] each; of whichever append has a chunk open."""
+
+    def __init__(self) -> None:
+        self.held: list[Tensor | None] = [None, None]
+
+
+class AppendRun:
+    """One append of `tokens` to a session. The caller takes its units one by one, and asks for the one behind a chunk's end when that is
+    done."""
+
+    def __init__(
+        self, stage: Stage, memory: SessionMemory, tokens: list[int], sampling: SamplingState | None, session: str,
+        scratch: Scratch | None = None,
+    ) -> None:  # fmt: skip
+        """Args: scratch: shared with other appends, whose chunks are open at other times; None: its own."""
         assert tokens, "an append has at least one token"
         self._stage = stage
         self._memory = memory
         self._tokens = tokens
         self._sampling = sampling
         self._session = session
-        self._scratch: list[Tensor | None] = [None, None]  # packed rows by position, uint8 [rows, row_bytes]
+        self._scratch = scratch or Scratch()
+        self._cost = AppendCost(stage)
+        self._layers = [(group, local) for group, layers in enumerate(stage.main_groups) for local in layers]
+        self._fetched: dict[int, Event[Any]] = {}  # by local layer, of the open chunk
+        self._forwarded: list[Event[Any]] = []  # a layer each, likewise
         self._chunk: AppendChunk | None = None
         self._first = -1  # where its first chunk begins
         # A session cut or forked inside its history: what makes the MTP row of its next slot is gone, and that row is there already.
@@ -75,8 +111,13 @@ class AppendRun:
         self.done_rows = 0  # rows of finished chunks
         self.output = AppendOutput()
 
-    def units(self) -> Iterator[Event[Any]]:
-        """Submit the append's operations a unit at a time; the last unit's event completes when every whole block is in RAM."""
+    @property
+    def fetching(self) -> Event[Any] | None:
+        """A gather of older rows that is in flight; who stops or leaves the append waits for it."""
+        return next((event for event in self._fetched.values() if not event.done()), None)
+
+    def units(self) -> Iterator[Unit]:
+        """The append's units, in order. The last one of a chunk is done when every whole block is in RAM."""
         rows_max = self._stage.append_rows
         for start in range(0, len(self._tokens), rows_max):
             last = start + rows_max >= len(self._tokens)
@@ -89,39 +130,57 @@ class AppendRun:
             self._chunk.abandon(())
             self._chunk = None
 
-    def _chunk_units(self, tokens: list[int], last: bool) -> Iterator[Event[Any]]:
-        stage, streams = self._stage, self._stage.streams
-        chunk = self._memory.begin_append(len(tokens), streams.compute)
-        self._chunk = chunk
+    def _chunk_units(self, tokens: list[int], last: bool) -> Iterator[Unit]:
+        rows, end, cost = len(tokens), self._memory.counts.logical + len(tokens), self._cost
+        yield Unit(partial(self._open_chunk, tokens), cost.begin(rows))
+        chunk = self._chunk
+        assert chunk is not None, "a unit is asked for before the one before it was submitted"
+        for group, local in self._layers:
+            layer = self._stage.model.layers[local]
+            leads = self._stage.main_groups[group][0] == local
+            yield Unit(partial(self._submit_write, chunk, group, local), cost.write(layer, rows))
+            for start, stop in _tiles(rows, end) if leads else ():
+                select_ = partial(self._select, chunk, group, start, stop)
+                yield Unit(partial(self._submit, select_, f"append.{local}.select"), cost.select(stop - start, end))
+            fetched = self._fetched.get(local)
+            after = () if fetched is None else (fetched,)
+            attend = partial(self._submit, partial(self._attend, chunk, local), f"append.{local}.attend", *after)
+            yield Unit(attend, cost.attend(layer, rows, end), needs=fetched)
+            yield Unit(partial(self._submit_forward, local), cost.forward(layer, rows), rests=True)
+        yield Unit(partial(self._submit_end, chunk, last), cost.finish(rows, last), ends_chunk=True)
+
+    def _submit(self, work: Callable[[], None], label: str, *after: Event[Any]) -> Event[Any]:
+        return self._chain.submit(self._stage.streams.compute, work, label=label, after=after)
+
+    def _open_chunk(self, tokens: list[int]) -> Event[Any]:
+        stage = self._stage
+        self._fetched.clear()
+        self._forwarded.clear()
+        self._chunk = chunk = self._memory.begin_append(len(tokens), stage.streams.compute)
         self._first = chunk.first if self._first < 0 else self._first
-        chain = Chain(self._session, (chunk.ready,))
+        self._chain = Chain(self._session, (chunk.ready,))
         ids = pinned(torch.tensor(tokens, dtype=torch.int64), stage.device)
-        yield chain.submit(streams.compute, lambda: self._begin(chunk, ids), label="append.begin")
-        attended: list[Event[Any]] = []
-        for group, layers in enumerate(stage.main_groups):
-            for local in layers:
-                free = (attended[-2],) if len(attended) >= 2 else ()
-                fetched = chain.submit(
-                    streams.prefetch, lambda local=local: self._fetch(chunk, local), label=f"append.{local}.fetch", after=free  # type: ignore[misc]
-                )  # fmt: skip
-                written = chain.submit(
-                    streams.compute,
-                    lambda local=local, group=group: self._write(chunk, local, group),  # type: ignore[misc]
-                    label=f"append.{local}.write",
-                )
-                attended.append(
-                    chain.submit(
-                        streams.compute,
-                        lambda local=local: self._attend(chunk, local),  # type: ignore[misc]
-                        label=f"append.{local}.attend",
-                        after=(fetched, written),
-                    )
-                )
-                yield attended[-1]
-        done = chain.submit(streams.compute, lambda: self._finish(chunk, last), label="append.finish")
-        finished = chunk.finish(streams.compute, stage.copyback, done)
+        return self._submit(partial(self._begin, chunk, ids), "append.begin")
+
+    def _submit_write(self, chunk: AppendChunk, group: int, local: int) -> Event[Any]:
+        """Also the gathers of this layer's older rows and, ahead, of the next one's: its scratch is free once the layer before is over."""
+        for each in range(local, min(local + 2, len(self._layers))):
+            if each not in self._fetched and not self._reads_few(chunk):
+                free = self._forwarded[each - 2 : each - 1] if each >= 2 else []
+                fetch, label = partial(self._fetch, chunk, each), f"append.{each}.fetch"
+                self._fetched[each] = self._chain.submit(self._stage.streams.prefetch, fetch, label=label, after=free)
+        return self._submit(partial(self._write, chunk, local, group), f"append.{local}.write")
+
+    def _submit_forward(self, local: int) -> Event[Any]:
+        self._forwarded.append(self._submit(partial(self._forward, local), f"append.{local}.forward"))
+        return self._forwarded[-1]
+
+    def _submit_end(self, chunk: AppendChunk, last: bool) -> Event[Any]:
+        streams = self._stage.streams
+        done = self._submit(partial(self._finish, chunk, last), "append.finish")
+        finished = chunk.finish(streams.compute, self._stage.copyback, done)
         self._chunk = None  # it ends itself from here on, also when a copy fails: nothing is left to abandon
-        yield finished
+        return finished
 
     def _begin(self, chunk: AppendChunk, ids: Tensor) -> None:
         model, device = self._stage.model, self._stage.device
@@ -140,15 +199,13 @@ class AppendRun:
         return chunk.rows * self._stage.model.config.top_k < chunk.first
 
     def _fetch(self, chunk: AppendChunk, local: int) -> None:
-        """Bring the layer's older rows [0, first) into scratch, unless only picked ones will be read."""
-        if self._reads_few(chunk):
-            return
+        """Bring the layer's older rows [0, first) into scratch."""
         row_bytes = self._stage.layout.row.row_bytes
         end = chunk.first + chunk.rows
-        held = self._scratch[local % 2]
+        held = self._scratch.held[local % 2]
         if held is None or held.shape[0] < end:
             capacity = -(-end // _SCRATCH_ROWS) * _SCRATCH_ROWS
-            self._scratch[local % 2] = held = torch.empty((capacity, row_bytes), dtype=torch.uint8, device=self._stage.device)
+            self._scratch.held[local % 2] = held = torch.empty((capacity, row_bytes), dtype=torch.uint8, device=self._stage.device)
         self._bring(chunk, local, 0, chunk.first, held)
 
     def _bring(self, chunk: AppendChunk, local: int, first: int, end: int, held: Tensor) -> None:
@@ -170,15 +227,17 @@ class AppendRun:
         key_layer = group if self._stage.main_groups[group][0] == local else None
         self._qr, head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
         if head_weights is not None:
-            self._select(chunk, group, layer, head_weights)
+            self._head_weights = head_weights
+            self._query = layer.full_indexer.project_query(self._qr, self._cos, self._sin)
 
-    def _select(self, chunk: AppendChunk, group: int, layer: LayerWeights, head_weights: Tensor) -> None:
-        query = layer.full_indexer.project_query(self._qr, self._cos, self._sin)
+    def _select(self, chunk: AppendChunk, group: int, first: int, end: int) -> None:
+        """Selections of the chunk's rows [first, end)."""
+        query, head_weights = self._query, self._head_weights
         pages = self._memory.pages.table[group]
-        end = chunk.first + chunk.rows
-        scores = torch.empty((min(_QUERY_TILE, chunk.rows), -(-end // PAGE_KEYS) * PAGE_KEYS), device=query.device)
-        for start in range(0, chunk.rows, _QUERY_TILE):
-            stop = min(start + _QUERY_TILE, chunk.rows)
+        columns = -(-(chunk.first + end) // PAGE_KEYS) * PAGE_KEYS
+        scores = torch.empty((min(_QUERY_TILE, end - first), columns), device=query.device)
+        for start in range(first, end, _QUERY_TILE):
+            stop = min(start + _QUERY_TILE, end)
             keys = chunk.first + stop
             tile = scores[: stop - start]
             index_scores(query[start:stop], head_weights[start:stop], pages[: -(-keys // PAGE_KEYS)], keys, self._stage.layout.key, tile)
@@ -192,16 +251,19 @@ class AppendRun:
         if self._reads_few(chunk):
             rows = self._picked(chunk, local)
         else:
-            held = self._scratch[local % 2]
+            held = self._scratch.held[local % 2]
             assert held is not None, "the layer's history was fetched before"
             end = chunk.first + chunk.rows
             self._bring(chunk, local, chunk.first, end, held)
             rows = held[:end]
         query_latent, query_rope = layer.mla.project_query(self._qr, self._cos, self._sin)
         attended = sparse_mla_packed(query_latent, query_rope, rows, self._selection, row, model.config.scale)
-        y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+        self._y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+
+    def _forward(self, local: int) -> None:
+        model, number = self._stage.model, self._stage.first_layer + local
         weight, eps = model.norm_after(local)
-        self._u = add_norm(self._x, layer.feed_forward(y), weight, eps, self._bad_layer, number)
+        self._u = add_norm(self._x, model.layers[local].feed_forward(self._y), weight, eps, self._bad_layer, number)
 
     def _picked(self, chunk: AppendChunk, local: int) -> Tensor:
         """The chunk's picked rows of one layer, uint8 [rows, k, row_bytes]; zeros where a pick is unused."""
@@ -256,3 +318,9 @@ def _without_first(chunk: AppendChunk) -> AppendChunk:
         each[..., 0] = 0
     rows, keys, pages = destinations
     return replace(chunk, row_destinations=rows, key_destinations=keys, page_destinations=pages)
+
+
+def _tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:
+    """Rows that are scored by one unit: whole tiles, as many as bound the scores that it makes over `keys` keys."""
+    each = max(1, _SCORES_A_UNIT // (_QUERY_TILE * keys)) * _QUERY_TILE
+    return ((start, min(start + each, rows)) for start in range(0, rows, each))

@@ -1,18 +1,21 @@
-"""Appends in order of arrival, one unit in flight at a time: there is one append ring a stage.
+"""Appends, a unit in flight at a time and one chunk open: there is one append ring a stage.
 
-Holds the running appends and the unit whose event is awaited. Does not know what follows an append.
+Holds the running appends and the unit whose event is awaited. Does not know what follows an append, nor decide whose chunk is next.
 
 Invariants:
-1. At most one unit is in flight, always of the oldest append.
-2. An append of a session that broke ends at its next turn, whatever its own operations say.
-3. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
+1. At most one chunk is open; whose the next one is, is asked anew at each chunk's end, so that a short prompt passes a long one.
+2. Units beside a step are submitted while what they cost stays within what the step allows, on the average: one that costs more is paid
+   for by turns without any. One that would wait for another stream is not submitted before that is done, or it would hold up the steps.
+3. An append of a session that broke ends at its next turn, whatever its own operations say.
+4. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from engine.append import AppendOutput, AppendRun
+from engine.append import AppendOutput, AppendRun, Scratch, Unit
 from engine.request import Request
+from engine.scheduler import Turns
 from engine.stage import Stage
 from engine.synthetic import SyntheticRun
 from streams import Event
@@ -24,63 +27,135 @@ class AppendQueue:
     """Running appends. Loop thread only."""
 
     def __init__(self, stage: Stage) -> None:
-        self.requests: list[Request] = []
-        self.unit: Event[Any] | None = None  # of the oldest
+        self.requests: list[Request] = []  # in order of their coming
+        self.turns = Turns()
+        self.unit: Event[Any] | None = None  # what the next turn waits for, of the open chunk
         self._stage = stage
-        self._units: dict[Request, Iterator[Event[Any]]] = {}
+        self._scratch = Scratch()
+        self._units: dict[Request, Iterator[Unit]] = {}
+        self._next: dict[Request, Unit] = {}  # taken and not submitted
+        self._open: Request | None = None  # whose chunk is open
+        self._ends_chunk = False  # whether it is over once `unit` is done
+        self._submitted: list[Event[Any]] = []  # since `unit` was done last: the first failure says most
+        self._credit = 0
+        self._failure: BaseException | None = None  # of the open chunk, until nothing of it is in flight
+
+    @property
+    def choosable(self) -> tuple[Request, ...]:
+        """Those whose chunk may be next; empty while one is open."""
+        over = self._open is None or (self._ends_chunk and self.unit is not None and self.unit.done())
+        return tuple(self.requests) if over else ()
 
     def start(self, request: Request) -> None:
         """Begin to append the tokens of the request's session that have no rows."""
         session = request.session
         assert session.memory is not None, "memory is admitted before an append starts"
-        memory, history = session.memory, request.history
+        memory, history, scratch = session.memory, request.history, self._scratch
         append: AppendRun
         if history is None:
-            append = AppendRun(self._stage, memory, session.tokens[memory.counts.logical :], request.state, session.id)
+            append = AppendRun(self._stage, memory, session.tokens[memory.counts.logical :], request.state, session.id, scratch)
         else:
-            append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history)
+            append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history, scratch)
         request.append = append
         self._units[request] = append.units()
         self.requests.append(request)
+        self.turns.join(request)
 
-    def turn(self) -> tuple[Request, AppendOutput, BaseException | None] | None:
-        """Follow the oldest append's unit once it is done and submit its next.
+    def turn(self, chosen: Request | None, allowance: int | None) -> tuple[Request, AppendOutput, BaseException | None] | None:
+        """Follow the open chunk's units once they are done and submit more.
 
+        Args: chosen: whose chunk is next, where none is open or it is over. allowance: what may run beside the step that is in flight, in
+            bytes that it could read; None: nobody decodes, a layer at a time.
         Returns: the request whose append has ended now, what it gave, and what it failed with, if it did; None while it goes on.
         """
-        if not self.requests or (self.unit is not None and not self.unit.done()):
+        if self.unit is not None and not self.unit.done():
             return None
-        request = self.requests[0]
+        request = self._open or chosen
+        if request is None:
+            return None
         # What the session's rows stand on may have failed while the append waited for its turn, or beside it: nobody reads on from there.
-        failure = (None if self.unit is None else self.unit.error()) or request.session.broken
+        self._failure = self._failure or self._first_failure() or request.session.broken
         self.unit = None
-        if failure is None:
-            try:
-                self.unit = next(self._units[request], None)
-            except Exception as error:  # what the memory layer refuses ends this append, not the loop
-                failure = error
-        if self.unit is not None:
-            return None
-        return request, self._drop(request, abandon=failure is not None), failure
+        if self._failure is None and self._open is not None and self._ends_chunk:
+            if not self._has_more(request):
+                return request, self._drop(request, abandon=False), None
+            self._open = None
+            if chosen is None:
+                return None
+            request, self._failure = chosen, chosen.session.broken
+        if self._failure is None:
+            self._failure = self._submit(request, allowance)
+        return None if self._failure is None else self._fail(request)
+
+    def _first_failure(self) -> BaseException | None:
+        errors = (event.error() for event in self._submitted if event.done())
+        return next((error for error in errors if error is not None), None)
+
+    def _has_more(self, request: Request) -> bool:
+        unit = next(self._units[request], None)
+        if unit is not None:
+            self._next[request] = unit
+        return unit is not None
+
+    def _fail(self, request: Request) -> tuple[Request, AppendOutput, BaseException | None] | None:
+        """End it, once nothing of it is in flight."""
+        self._open, self.unit, failure = request, self._in_flight(request), self._failure
+        return None if self.unit is not None else (request, self._drop(request, abandon=True), failure)
+
+    def _in_flight(self, request: Request) -> Event[Any] | None:
+        assert request.append is not None, f"request {request.id} does not append"
+        return next((event for event in self._submitted if not event.done()), request.append.fetching)
+
+    def _submit(self, request: Request, allowance: int | None) -> BaseException | None:
+        """Submit what may run now; returns what the memory layer refuses, which ends this append and not the loop."""
+        if self._open is None:
+            self._open = request
+            self.turns.serve([request])
+        self._submitted.clear()
+        self._ends_chunk = False
+        self._credit = 0 if allowance is None else min(self._credit + allowance, allowance)
+        try:
+            while allowance is None or self._credit > 0:
+                if request not in self._next and not self._has_more(request):
+                    raise AssertionError(f"request {request.id} has a chunk without an end")
+                unit = self._next[request]
+                if allowance is not None and unit.needs is not None and not unit.needs.done():
+                    self.unit = self.unit or unit.needs
+                    break
+                del self._next[request]
+                self.unit = unit.submit()
+                self._submitted.append(self.unit)
+                self._credit -= unit.cost
+                self._ends_chunk = unit.ends_chunk
+                if unit.ends_chunk or (allowance is None and unit.rests):
+                    break
+        except Exception as error:
+            return error
+        return None
 
     def may_stop(self, request: Request) -> bool:
         """Whether no operation of the request's append is in flight."""
-        return request is not self.requests[0] or self.unit is None or self.unit.done()
+        return request is not self._open or self._in_flight(request) is None
 
     def stop(self, request: Request) -> None:
         """Forget an append that `may_stop`."""
         assert self.may_stop(request), f"request {request.id} has a unit in flight"
-        if request is self.requests[0]:
-            self.unit = None
         self._drop(request, abandon=True)
 
     def _drop(self, request: Request, *, abandon: bool) -> AppendOutput:
-        """Let go of the append and its scratch; only how far it came, and its output, outlive it."""
+        """Let go of the append; only how far it came, and its output, outlive it."""
         append = request.append
         assert append is not None, f"request {request.id} does not append"
         if abandon:
             append.abandon()
+        if request is self._open:
+            self._open, self.unit, self._ends_chunk, self._failure = None, None, False, None
+            self._submitted.clear()
         self.requests.remove(request)
+        self.turns.leave(request)
+        if not self.requests:
+            self._scratch = Scratch()  # nobody's now: device memory of two layers
         del self._units[request]
+        self._next.pop(request, None)
         request.append, request.appended_rows = None, append.done_rows
         return append.output

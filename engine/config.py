@@ -11,6 +11,7 @@ from engine.errors import BadSetting
 
 __all__ = ["DRAFT_DEPTH_MAX", "EngineConfig", "ServerConfig"]
 
+_APPEND_GAP_MIN, _APPEND_GAP_MAX = 1.1, 1000.0  # at 1 nothing would ever be appended beside a step
 DRAFT_DEPTH_MAX = 7  # as many drafts as a session's state holds (kernels/layout.py)
 
 
@@ -26,6 +27,7 @@ class EngineConfig:
     draft_depth: int | None = 0  # tokens drafted a step, 0 to 7; None: auto, from acceptance and company. It never changes tokens
     decode_batch_limit: int = 8
     append_chunk_rows: int = 512
+    append_gap: float = 2.0  # about how many times as far apart as usual decode steps may be while a prompt is read
     context_max: int = 0  # tokens a session may hold; 0: the model's max_position_embeddings
     sessions_max: int = 64  # sessions held at once
     waiting_max: int = 256  # requests that may queue
@@ -49,6 +51,8 @@ class EngineConfig:
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise BadSetting(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if not _APPEND_GAP_MIN <= self.append_gap <= _APPEND_GAP_MAX:
+            raise BadSetting(f"append_gap must be between {_APPEND_GAP_MIN:g} and {_APPEND_GAP_MAX:g}, not {self.append_gap}")
         for name in ("force_miss_rate", "force_accept_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadSetting(f"{name} must be between 0 and 1, not {getattr(self, name)}")

@@ -18,6 +18,7 @@ from engine.batches import Batches, Flight, reach
 from engine.depth import DraftDepth
 from engine.errors import ForebayError, SessionBroken
 from engine.request import Request
+from engine.scheduler import Turns
 from engine.session import Phase
 from engine.stage import Stage
 from engine.tally import Tally
@@ -40,6 +41,7 @@ class Decoding:
         self.flight: Flight | None = None  # submitted last, not followed
         self.stage = stage
         self.depth = depth
+        self.turns = Turns()
         self._batches = batches
         self._tally = tally
         self._ended = ended
@@ -50,10 +52,15 @@ class Decoding:
         request.session.move(Phase.DECODING)
         self._tally.began(request)
         self.requests.append(request)
+        self.turns.join(request)
 
-    def submit(self, members: tuple[Request, ...]) -> Flight | None:
-        """Submit the next step of these requests, if there are any. Returns the step before, which is to be followed."""
+    def submit(self, members: tuple[Request, ...], chosen: tuple[Request, ...]) -> Flight | None:
+        """Submit the next step of these requests, if there are any. Returns the step before, which is to be followed.
+
+        Args: chosen: the same, in the order of the choice, where others may step too.
+        """
         previous, self.flight = self.flight, None
+        self.turns.serve(chosen)
         if members:
             self.flight = self._batches.submit(members, self.depth.choose(len(members)), previous)
         return previous
@@ -132,6 +139,7 @@ class Decoding:
         session, memory = request.session, request.session.memory
         assert memory is not None
         self.requests.remove(request)
+        self.turns.leave(request)
         if request.broken:
             session.move(Phase.BROKEN)
         else:

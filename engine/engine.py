@@ -73,7 +73,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.template = template
         self.default_sampling = sampling
-        self._loop = StepLoop(stage, config.decode_batch_limit, config.waiting_max, config.draft_depth, storing(config, name))
+        self._loop = StepLoop(stage, config, storing(config, name))
         self.departures = self._loop.departures  # how idle sessions leave for the disk, once somebody says where to
         self._held = Sessions(self._loop, config.sessions_max)
         self._sessions = self._held.by_id
@@ -125,7 +125,7 @@ class Engine:
                     room = context_max // 2
                     sessions = min(config.decode_batch_limit, max(1, room // _WARM_TOKENS))
                     await warm_up(engine.generate, sessions=sessions, rows=max(1, min(config.append_chunk_rows, room)))
-                    engine._drop_stored()  # nobody will ask for what warmed it
+                    engine._loop.stored.close()  # nobody will ask for what warmed it
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()
                     engine._loop.tally.restart()
@@ -324,9 +324,6 @@ class Engine:
         for request in self._loop.requests:
             self._loop.abort(request)
 
-    def _drop_stored(self) -> None:
-        self._loop.stored.close()
-
     async def _shut(self) -> None:
         """Abort what runs, wait for it, close every session."""
         self._ready = False
@@ -335,7 +332,7 @@ class Engine:
         await self._loop.wait_idle()
         self.departures.close()
         await self._archives.close()
-        self._drop_stored()
+        self._loop.stored.close()
         for session_id in list(self._sessions):
             await self.close_session(session_id)
 

@@ -1,6 +1,7 @@
-"""The step loop: admits requests, submits steps and append units, follows steps one behind.
+"""The step loop: admits requests, submits steps and append units between them, follows steps one behind.
 
-Holds who waits, who appends, who decodes. Decisions are `scheduler.decide`'s; only this loop awaits device work.
+Holds who waits, who appends, who decodes, each in a class of its own. Decisions are `scheduler.decide`'s. Only this loop awaits
+device work.
 
 Invariants:
 1. The next step is submitted before the host has seen the token of the one before; at most one step is followed late.
@@ -12,8 +13,10 @@ Invariants:
 import asyncio
 
 from engine.append import AppendOutput
+from engine.append_cost import StepCost
 from engine.append_queue import AppendQueue
 from engine.batches import Batches
+from engine.config import EngineConfig
 from engine.decoding import Decoding
 from engine.departures import Departures
 from engine.depth import DraftDepth
@@ -33,19 +36,19 @@ __all__ = ["StepLoop"]
 class StepLoop:
     """Runs requests on one stage until closed."""
 
-    def __init__(
-        self, stage: Stage, decode_batch_limit: int, waiting_max: int, draft_depth: int | None = 0, stores: Storing | None = None
-    ) -> None:
-        """Args: draft_depth: drafts a step; None: auto. stores: how histories are kept for later requests; None: they are not."""
+    def __init__(self, stage: Stage, config: EngineConfig, stores: Storing | None = None) -> None:
+        """Args: stores: how histories are kept for later requests; None: they are not."""
         self.stage = stage
-        self.depth = DraftDepth(draft_depth, drafts=stage.model.mtp is not None)
+        self.depth = DraftDepth(config.draft_depth, drafts=stage.model.mtp is not None)
         self.stored = StoredSessions(stage, stores, self._close_session)
         self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
-        self._line = WaitingLine(stage, waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
+        self._line = WaitingLine(stage, config.waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
         self.reads = Reads()  # of sessions that are closed
         self.tally = Tally(stage.backend.clock)
-        self._limit = decode_batch_limit
+        self._limit = config.decode_batch_limit
+        self._gap = config.append_gap
+        self._step_cost = StepCost(stage)
         self._batches = Batches(stage)
         self._decode = Decoding(stage, self._batches, self.depth, self.tally, self._ended, rolls_back=self.stored.stores)
         self._appends = AppendQueue(stage)
@@ -63,12 +66,12 @@ class StepLoop:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that have not started, in order of arrival."""
+        """Requests that have not started, in the order in which they are offered memory."""
         return self._line.requests
 
     @property
     def appending(self) -> list[Request]:
-        """Requests whose prompt is being read, oldest first."""
+        """Requests whose prompt is being read, in order of their coming."""
         return self._appends.requests
 
     @property
@@ -171,8 +174,8 @@ class StepLoop:
         self._reap()
         self._nothing_left()
         decision = decide(
-            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._decode.may_step, steps_taken=self._batches.steps,
-            decode_batch_limit=self._limit,
+            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._decode.may_step, decode_batch_limit=self._limit,
+            steps=self._decode.turns, appending=self._appends.choosable, chunks=self._appends.turns,
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
         for request in decision.admit:
@@ -188,8 +191,8 @@ class StepLoop:
 
     async def _turn(self, decision: Decision[Request]) -> None:
         """Submit what was decided, then follow what was in flight."""
-        previous = self._decode.submit(decision.decode)
-        self._append_turn()
+        previous = self._decode.submit(decision.decode, decision.chosen)
+        self._append_turn(decision.append, self._allowance(decision.decode))
         if previous is not None:
             await self._decode.follow(previous)
         elif self._decode.flight is not None:
@@ -233,9 +236,17 @@ class StepLoop:
             self._appends.start(request)
         return admitted is not False
 
-    def _append_turn(self) -> None:
-        """Follow and submit one unit of the oldest append."""
-        ended = self._appends.turn()
+    def _allowance(self, members: tuple[Request, ...]) -> int | None:
+        """What units of appends may run beside a step of these requests, in bytes that it could read; None: nobody decodes."""
+        if not self.appending or (not members and self._decode.flight is None):
+            return None
+        held = (request.session.memory for request in members)
+        rows = (memory.counts.logical for memory in held if memory is not None)
+        return max(1, int((self._gap - 1.0) * self._step_cost.step(rows, self.depth.most)))
+
+    def _append_turn(self, chosen: Request | None, allowance: int | None) -> None:
+        """Follow the append whose chunk is open, and submit more of it or of the next one."""
+        ended = self._appends.turn(chosen, allowance)
         if ended is None:
             return
         request, output, failure = ended

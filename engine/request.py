@@ -62,6 +62,7 @@ class Request:
         self.ended = asyncio.Event()  # no operation of it is outstanding and its session is free
         self.prompt: tuple[int, ...] = ()
         self.cached = 0
+        self.since = 0  # see `scheduler.Claim`
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
         self.followed_ns = 0  # when it got tokens last, as `Tally` has it; 0: never
@@ -97,6 +98,16 @@ class Request:
         self.prompt = prompt
         mask = None if self.form is None else self.form.mask
         self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device, mask)
+
+    @property
+    def namespace(self) -> str:
+        """Whose it is."""
+        return self.session.namespace
+
+    @property
+    def priority(self) -> int:
+        """Among requests of its namespace; see `scheduler`."""
+        return self.sampling.priority
 
     @property
     def wants_logits(self) -> bool:

@@ -9,13 +9,14 @@ from engine.config import DRAFT_DEPTH_MAX
 from engine.errors import BadRequest, shown
 from engine.grammar.form import Form
 
-__all__ = ["STOPS_MAX", "STOP_TOKENS_MAX", "Sampling"]
+__all__ = ["PRIORITY_MAX", "STOPS_MAX", "STOP_TOKENS_MAX", "Sampling"]
 
 _LOGPROBS_MAX = 20
 STOPS_MAX = 16
 _STOP_CHARACTERS_MAX = 1_024
 STOP_TOKENS_MAX = 64
 _BIAS_MAX = 100.0
+PRIORITY_MAX = 4  # and at least its negative
 _REPETITION_MIN = 1e-3  # logits are divided by it: less makes infinities of them
 
 
@@ -40,6 +41,7 @@ class Sampling:
     include_stop: bool = False
     draft_depth: int | None = None  # most tokens drafted a step for this request; None: as many as the engine drafts. Changes no token
     form: Form | None = None  # what the text must be; such a generation does not run ahead
+    priority: int = 0  # -4, the soonest, to 4: among requests of the same key. Changes no token
     keep_logits: bool = False  # chunks carry the raw logits of each token; for tests and tools
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Sampling:
              f"at most {STOPS_MAX} strings of 1 to {_STOP_CHARACTERS_MAX} characters"),
             ("stop_token_ids", len(self.stop_token_ids) <= STOP_TOKENS_MAX, f"at most {STOP_TOKENS_MAX} token ids"),
             ("draft_depth", self.draft_depth is None or 0 <= self.draft_depth <= DRAFT_DEPTH_MAX, f"between 0 and {DRAFT_DEPTH_MAX}"),
+            ("priority", -PRIORITY_MAX <= self.priority <= PRIORITY_MAX, f"between -{PRIORITY_MAX} (the soonest) and {PRIORITY_MAX}"),
             ("logit_bias", all(token >= 0 and abs(bias) <= _BIAS_MAX for token, bias in self.logit_bias),
              f"token ids and numbers between -{_BIAS_MAX:g} and {_BIAS_MAX:g}"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= _LOGPROBS_MAX, f"between 0 and {_LOGPROBS_MAX}"),

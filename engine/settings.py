@@ -181,6 +181,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("draft_depth", "engine.draft_depth", parse_depth, "auto|0..7", "tokens drafted a step; auto: by acceptance and load"),
         ("decode_batch_limit", "engine.decode_batch_limit", parse_integer, "N", "sessions that decode together"),
         ("append_chunk_rows", "engine.append_chunk_rows", parse_integer, "N", "rows of a prompt read at once"),
+        ("append_gap", "engine.append_gap", parse_decimal, "X", "times as far apart as usual that tokens may come while a prompt is read"),
         ("context_max", "engine.context_max", parse_auto_integer, "auto|N", "tokens a session may hold; auto: the model's own limit"),
         ("sessions_max", "engine.sessions_max", parse_integer, "N", "sessions held at once"),
         ("waiting_max", "engine.waiting_max", parse_integer, "N", "requests that may queue; more get 429"),

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.append import AppendRun
+from engine.append import AppendRun, Scratch, Unit
 from engine.chain import Chain
 from engine.protocol import SyntheticHistory
 from engine.sampling_table import SamplingState
 from engine.stage import Stage
-from kernels.layout import HIDDEN_ROWS
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from kernels.quantize import append_keys, append_rows
 from memory.append import AppendChunk
 from memory.session import SessionMemory
@@ -30,6 +30,7 @@ from streams import Event
 
 __all__ = ["SyntheticRun", "tokens_of", "values"]
 
+_DRAWS = 64  # times that a row's bytes are read and written while its values are drawn: two dozen passes over words eight times as wide
 _WORD = 0xFFFFFFFF
 _STEP = 0x9E3779B9
 _ROOT_3 = 3.0**0.5
@@ -81,17 +82,20 @@ class SyntheticRun(AppendRun):
         sampling: SamplingState | None,
         session: str,
         history: SyntheticHistory,
+        scratch: Scratch | None = None,
     ) -> None:
-        super().__init__(stage, memory, tokens, sampling, session)
+        super().__init__(stage, memory, tokens, sampling, session, scratch)
         self._history = history
+        self.done_rows = -history.rows  # these count as rows that the session had
         self._full_layers: Tensor | None = None  # [groups] int64, on the device
 
-    def units(self) -> Iterator[Event[Any]]:
+    def units(self) -> Iterator[Unit]:
         """First the history, a chunk a unit, then the append."""
         rows_max = self._stage.append_rows
         for start in range(0, self._history.rows, rows_max):
-            self.done_rows = start - self._history.rows  # these count as rows that the session had
-            yield self._fill_chunk(min(rows_max, self._history.rows - start))
+            self.done_rows = start - self._history.rows
+            rows = min(rows_max, self._history.rows - start)
+            yield Unit(partial(self._fill_chunk, rows), _DRAWS * rows * self._stage.layout.block_bytes // BLOCK_ROWS, ends_chunk=True)
         self.done_rows = 0
         yield from super().units()
 

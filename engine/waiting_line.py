@@ -14,6 +14,7 @@ from collections.abc import Callable
 from engine.departures import Departures
 from engine.errors import BadRequest, ForebayError, NotAdmitted, SessionBroken
 from engine.request import Request
+from engine.scheduler import Turns, in_turn
 from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import Beginning, StoredSessions
@@ -27,7 +28,7 @@ __all__ = ["WaitingLine"]
 
 
 class WaitingLine:
-    """Waiting requests of one stage, in order of arrival. Loop thread only."""
+    """Waiting requests of one stage, in the order in which they are offered memory (`scheduler.in_turn`). Loop thread only."""
 
     def __init__(
         self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions, departures: Departures, *,
@@ -36,6 +37,7 @@ class WaitingLine:
         """Args: ended: told of every request that leaves the line without having started. stored: histories that requests may begin with,
         and that make room for them. departures: sessions that go to disk for them. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
+        self._turns = Turns()
         self._stage = stage
         self._waiting_max = waiting_max
         self._ended = ended
@@ -49,7 +51,8 @@ class WaitingLine:
         if len(self.requests) >= self._waiting_max:
             raise NotAdmitted(f"{len(self.requests)} requests are waiting already; try later", retry_after_s=1.0)
         self._check_size(request)
-        self.requests.append(request)
+        self._turns.join(request)
+        self.requests = in_turn([*self.requests, request], self._turns)
 
     def _check_size(self, request: Request) -> None:
         """Raise NeverFits if the whole stage is too small for the request's session."""
@@ -90,6 +93,7 @@ class WaitingLine:
             return None
         if not self._take_memory(request, self._tokens_max(request), others_run):
             return False if request in self.requests else None
+        self._turns.serve([request])
         self._leave(request)
         return True
 
@@ -169,6 +173,8 @@ class WaitingLine:
 
     def _leave(self, request: Request) -> None:
         self.requests.remove(request)
+        self.requests = in_turn(self.requests, self._turns)
+        self._turns.leave(request)
         self._stored.settled(request)
 
     def _refuse(self, request: Request, error: ForebayError) -> None:

@@ -148,8 +148,9 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
         self._turn: list[DeviceStream] = []
 
     def open_stream(self, name: str, queue_max: int) -> DeviceStream:
-        """See `QueuedBackend.open_stream`. Decode's streams run before bulk work: everything but copyback and transfers is urgent."""
-        urgent = not name.rpartition(".")[2].startswith(("copyback", "transfer"))
+        """See `QueuedBackend.open_stream`. Decode's streams run before bulk work: everything but copies, transfers and what an append
+        brings of a long history, a launch of thousands of programs that would otherwise stand before a step's."""
+        urgent = not name.rpartition(".")[2].startswith(("copyback", "transfer", "prefetch"))
         stream = DeviceStream(self, name, queue_max, -1 if urgent else 0)
         self._turn.append(stream)
         return stream

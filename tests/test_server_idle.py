@@ -90,7 +90,7 @@ async def test_idle_sessions_leave_and_come_back(tmp_path: Path) -> None:
         for each in made:
             await call(client, "DELETE", f"/v1/sessions/{each}")
         assert os.listdir(tmp_path) == []
-        engine._drop_stored()
+        engine._loop.stored.close()
         assert engine.stage.arena.statistics().references == 0
 
 

@@ -107,6 +107,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     draft_depth: int | None = None  # most drafts a step for this request; changes no token
+    priority: int | None = None  # among requests of the same key; changes no token
     return_token_ids: bool | None = None
     session: SessionTurn | None = None
     synthetic_history: SyntheticRows | None = None

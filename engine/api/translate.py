@@ -46,6 +46,7 @@ def to_sampling(request: ChatRequest | CompletionRequest, defaults: Sampling = _
         "stop_token_ids": tuple(request.stop_token_ids or ()) or None,
         "ignore_eos": request.ignore_eos,
         "draft_depth": request.draft_depth,
+        "priority": request.priority,
         "include_stop": request.include_stop_str_in_output,
         "logprobs": _logprobs(request),
         "logit_bias": _logit_bias(request.logit_bias),

@@ -160,8 +160,8 @@ async def _made_up(stage: Stage, rows: int, told: Told) -> Session:
     session.move(Phase.APPENDING)
     if history is not None:
         run = SyntheticRun(stage, memory, [1], None, session.id, history)
-        for event in run.units():
-            await event
+        for unit in run.units():
+            await unit.submit()
             told("making rows up", max(0, run.done_rows + history.rows), rows)
     await stage.streams.idle()
     if memory.operations.broken is not None:

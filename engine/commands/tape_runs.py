@@ -33,6 +33,7 @@ _FLAGS = (
     "hot_rows",
     "host_memory",
     "append_chunk_rows",
+    "append_gap",
     "context_max",
     "row_format",
     "index_key_format",

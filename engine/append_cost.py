@@ -1,0 +1,115 @@
+"""What a unit of an append takes beside a decode step: one number for each, in bytes that a step could read meanwhile.
+
+Holds arithmetic over sizes. It need not be right, only right enough that units between two steps take about as long as they are meant to:
+the same numbers in every run, where times would make a run depend on the machine's mood and no tape could be replayed.
+
+1. Reading a byte counts 1. A device multiplies and adds about 100 times while it reads one (an H200's 400 TFLOP/s and 4 TB/s as kernels
+   reach them), a core of a CPU about 4.
+2. A product takes the longer of reading its weight and multiplying.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from engine.model.bytes import held_bytes, step_weights
+from engine.model.layer import LayerWeights
+from engine.model.moe import MoeWeights
+from engine.stage import Stage
+
+__all__ = ["AppendCost", "StepCost"]
+
+_OPERATIONS_A_BYTE = {"cpu": 4}
+_OPERATIONS_A_BYTE_DEVICE = 100
+_PASSES = 4  # over a row's scores: they are written, and read to find the cut, to choose and to gather
+
+
+def _operations_a_byte(stage: Stage) -> int:
+    return _OPERATIONS_A_BYTE.get(stage.device.type, _OPERATIONS_A_BYTE_DEVICE)
+
+
+def _values(part: object) -> int:
+    """Of every tensor of a weight."""
+    if isinstance(part, Tensor):
+        return part.numel()
+    if isinstance(part, list | tuple):
+        return sum(map(_values, part))
+    fields = getattr(part, "__dataclass_fields__", {})
+    return sum(_values(getattr(part, name)) for name in fields)
+
+
+class AppendCost:
+    """Units of one stage's appends. Costs are counts of bytes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._config = stage.model.config
+        self._head_bytes = held_bytes(stage.model.head)
+        self._layout = stage.layout
+        self._ratio = _operations_a_byte(stage)
+        self._size_of: dict[tuple[str, int], tuple[int, int]] = {}  # bytes and values, by part and layer
+
+    def _size(self, part: str, layer: LayerWeights, *weights: object) -> tuple[int, int]:
+        found = self._size_of.get((part, layer.layer))
+        if found is None:
+            found = self._size_of[part, layer.layer] = (held_bytes(weights), _values(weights))
+        return found
+
+    def _product(self, size: tuple[int, int], rows: int) -> int:
+        return max(size[0], 2 * size[1] * rows // self._ratio)
+
+    def begin(self, rows: int) -> int:
+        """Embedding and tables."""
+        return 16 * self._config.hidden * rows
+
+    def write(self, layer: LayerWeights, rows: int) -> int:
+        """What a layer's input is multiplied to, rows and keys stored."""
+        return self._product(self._size("input", layer, layer.down, layer.indexer), rows)
+
+    def select(self, rows: int, keys: int) -> int:
+        """Scores of `rows` rows over `keys` keys, and the choice among them."""
+        operations = 2 * rows * keys * self._config.index_heads * self._config.index_width
+        read = keys * self._layout.key.key_bytes
+        return max(read, operations // self._ratio) + _PASSES * 4 * rows * keys
+
+    def attend(self, layer: LayerWeights, rows: int, keys: int) -> int:
+        """Query, attention over the picks, output."""
+        facts, row = self._config, self._layout.row
+        picks = min(facts.top_k, keys)
+        operations = 2 * rows * picks * facts.heads * (2 * row.latent + row.rope)
+        return self._product(self._size("attention", layer, layer.mla), rows) + max(
+            rows * picks * row.row_bytes // 8, operations // self._ratio
+        )
+
+    def forward(self, layer: LayerWeights, rows: int) -> int:
+        """The MLP, or the experts that rows choose and the shared one."""
+        moe = layer.mlp
+        if not isinstance(moe, MoeWeights):
+            return self._product(self._size("mlp", layer, moe), rows)
+        experts, chosen = moe.bias.shape[0], rows * self._config.experts_per_token
+        held, values = self._size("experts", layer, moe.gate_up, moe.down)
+        routed = max(held // experts * min(experts, chosen), 2 * (values // experts) * chosen // self._ratio)
+        return routed + self._product(self._size("mlp", layer, moe.shared, moe.router), rows)
+
+    def finish(self, rows: int, last: bool) -> int:
+        """Copies of the chunk's blocks, and behind the last one the first token."""
+        copied = rows * (self._layout.block_bytes // 64)
+        return copied + (self._head_bytes if last else 0)
+
+
+class StepCost:
+    """Decode steps of one stage, beside which appends run. Costs are counts of bytes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._weights_of: dict[int, int] = {}  # by the number of rows
+
+    def step(self, positions: Iterable[int], drafts: int) -> int:
+        """A step of sessions with so many rows each, and one more row a draft."""
+        lengths = list(positions)
+        rows = max(1, len(lengths) * (1 + drafts))
+        weights = self._weights_of.get(rows)
+        if weights is None:
+            weights = self._weights_of[rows] = step_weights(self._stage.model, rows).total
+        layout, picks = self._stage.layout, self._stage.model.config.top_k
+        a_row = layout.layers * layout.row.row_bytes * (1 + drafts)
+        return weights + sum(length * layout.key_layers * layout.key.key_bytes + min(picks, length) * a_row for length in lengths)
