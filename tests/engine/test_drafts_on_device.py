@@ -8,11 +8,12 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sampling import Sampling
+from tests.engine.acceptance import DEMO, demo, held_out_prompts
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import collect, run, small
 from tests.engine.test_drafts import NAME, PENALTIES, TOP_K, ids, sampled
-from tests.engine.test_drafts_demo import DEMO, demo, held_out_prompts, said
+from tests.engine.test_drafts_demo import said
 
 pytestmark = pytest.mark.gpu
 
