@@ -9,9 +9,10 @@ from typing import Literal
 
 from engine.errors import BadSetting
 
-__all__ = ["DRAFT_DEPTH_MAX", "EngineConfig", "ServerConfig"]
+__all__ = ["DRAFT_DEPTH_MAX", "HOT_ROWS", "EngineConfig", "ServerConfig"]
 
 _APPEND_GAP_MIN, _APPEND_GAP_MAX = 1.1, 1000.0  # at 1 nothing would ever be appended beside a step
+HOT_ROWS = 32_768  # slots a session and selection group is sure of unless set; it gets no more than it has positions
 DRAFT_DEPTH_MAX = 7  # as many drafts as a session's state holds (kernels/layout.py)
 
 
@@ -21,7 +22,7 @@ class EngineConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     placement: Literal["offload", "resident"] = "offload"
-    hot_rows: int = 0  # hot slots a session and selection group; 0: auto (32,768, at most what the context needs)
+    hot_rows: int = 0  # hot slots a session and selection group; 0: auto (32,768, and more while device memory is to spare)
     host_memory_bytes: int = 0  # arena; 0: half of what is available
     mirror_replicas: Literal[1, 2] = 1
     draft_depth: int | None = 0  # tokens drafted a step, 0 to 7; None: auto, from acceptance and company. It never changes tokens

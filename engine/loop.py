@@ -21,6 +21,7 @@ from engine.decoding import Decoding
 from engine.departures import Departures
 from engine.depth import DraftDepth
 from engine.errors import ForebayError, NotAdmitted, SessionBroken
+from engine.pressure import Pressure
 from engine.reads import Reads
 from engine.request import Request
 from engine.scheduler import Decision, decide
@@ -43,13 +44,16 @@ class StepLoop:
         self.stored = StoredSessions(stage, stores, self._close_session)
         self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
-        self._line = WaitingLine(stage, config.waiting_max, self._ended, self.stored, self.departures, spare_rows=3 * self.depth.most)
+        self._batches = Batches(stage)
+        self._pressure = Pressure(stage.placement, lambda: self.decoding, self._batches.forget)
+        self._line = WaitingLine(
+            stage, config.waiting_max, self._ended, self.stored, self.departures, self._pressure, spare_rows=3 * self.depth.most
+        )  # fmt: skip
         self.reads = Reads()  # of sessions that are closed
         self.tally = Tally(stage.backend.clock)
         self._limit = config.decode_batch_limit
         self._gap = config.append_gap
         self._step_cost = StepCost(stage)
-        self._batches = Batches(stage)
         self._decode = Decoding(stage, self._batches, self.depth, self.tally, self._ended, rolls_back=self.stored.stores)
         self._appends = AppendQueue(stage)
         self._wake = asyncio.Event()
@@ -173,8 +177,9 @@ class StepLoop:
         """Decide, admit, submit, follow."""
         self._reap()
         self._nothing_left()
+        self._pressure.turn()
         decision = decide(
-            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._decode.may_step, decode_batch_limit=self._limit,
+            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, decode_batch_limit=self._limit,
             steps=self._decode.turns, appending=self._appends.choosable, chunks=self._appends.turns,
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
@@ -188,6 +193,9 @@ class StepLoop:
         self._held_up = held_up and len(self.waiting) == waiting and not (self.appending or self.decoding)
         await self._turn(decision)
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
+
+    def _may_step(self, request: Request) -> bool:
+        return not self._pressure.holds(request.session) and self._decode.may_step(request)
 
     async def _turn(self, decision: Decision[Request]) -> None:
         """Submit what was decided, then follow what was in flight."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import HOT_ROWS, EngineConfig
 from engine.errors import BadSetting, NeverFits, NotAdmitted
 from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
@@ -29,14 +29,13 @@ from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Event, Stream
 from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
-HOT_ROWS = 32_768  # slots a session and group unless set; a session gets no more than it has positions
 _ACTIVATIONS_SHARE = 0.06  # of a device's memory, kept from sessions: activations, scratch, graphs
 _ACTIVATIONS_BYTES = 1 << 30  # and at least this
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
 PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
 
-__all__ = ["HOT_ROWS", "Stage", "StageStreams", "activations_bytes", "open_stage"]
+__all__ = ["Stage", "StageStreams", "activations_bytes", "open_stage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,9 @@ def open_stage(
     if config.placement == "offload":
         hot_rows = config.hot_rows or HOT_ROWS
         placement = Offload(
-            layout, arena, pool, hidden=facts.hidden, hot_rows=hot_rows, picks=facts.top_k, chunk_rows=config.append_chunk_rows
-        )
+            layout, arena, pool, hidden=facts.hidden, hot_rows=hot_rows, picks=facts.top_k, chunk_rows=config.append_chunk_rows,
+            elastic=config.hot_rows == 0,
+        )  # fmt: skip
         rounds = OffloadRounds(layout, table_layout)
     else:
         placement = Resident(layout, arena, pool, hidden=facts.hidden)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from engine.departures import Departures
 from engine.errors import BadRequest, ForebayError, NotAdmitted, SessionBroken
+from engine.pressure import Pressure
 from engine.request import Request
 from engine.scheduler import Turns, in_turn
 from engine.session import Phase, Session
@@ -31,11 +32,12 @@ class WaitingLine:
     """Waiting requests of one stage, in the order in which they are offered memory (`scheduler.in_turn`). Loop thread only."""
 
     def __init__(
-        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions, departures: Departures, *,
-        spare_rows: int = 0,
+        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions, departures: Departures,
+        pressure: Pressure, *, spare_rows: int = 0,
     ) -> None:  # fmt: skip
         """Args: ended: told of every request that leaves the line without having started. stored: histories that requests may begin with,
-        and that make room for them. departures: sessions that go to disk for them. spare_rows: of drafts, past a session's end."""
+        and that make room for them. departures: sessions that go to disk for them. pressure: running
+        ones whose hot caches are larger than they need be. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
         self._turns = Turns()
         self._stage = stage
@@ -43,6 +45,7 @@ class WaitingLine:
         self._ended = ended
         self._stored = stored
         self._departures = departures
+        self._pressure = pressure
         self._spare_rows = spare_rows
         self._closing: list[SessionMemory] = []  # closed, with operations in flight: what they hold is not free yet
 
@@ -110,6 +113,8 @@ class WaitingLine:
                 self._hold(request.session, tokens_max, begins)
                 return True
             except DoesNotFit as error:
+                if error.device_missing_bytes and self._pressure.ask(error.device_missing_bytes):
+                    return False
                 spared = source or request.session
                 saves = 0 if begins is None else begins.saves
                 gave = self._stored.reclaim(

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, BlockLayout, StateField, TableLayout
 from memory.append import Addresses, AppendChunk, Destinations, blocks_of
 from memory.copyback import Copyback, copy_bytes, first_cause, report_failure, write_state
+from memory.elastic import HotCaches
 from memory.errors import RingOverrun
 from memory.fork import own_page
 from memory.hot import HotCache
@@ -33,19 +34,19 @@ __all__ = ["OffloadSession"]
 class OffloadSession:
     """See SessionMemory. Made by `placement.Offload`."""
 
-    def __init__(self, holdings: Holdings, layout: BlockLayout, ring: Ring, append_ring: AppendRing, hot: Sequence[HotCache]) -> None:
+    def __init__(self, holdings: Holdings, layout: BlockLayout, ring: Ring, append_ring: AppendRing, caches: HotCaches) -> None:
         self.holdings = holdings
         self.session_id = holdings.session_id
         self.counts, self.operations = holdings.counts, holdings.operations
         self.history, self.pages = holdings.history, holdings.pages
         self.state, self.hidden = holdings.state, holdings.hidden
         self.ring: Ring | None = ring
-        self.hot = list(hot)  # one a selection group
+        self.caches = caches
         self.device_block: Callable[[int], Tensor] = ring.block_view
         self.mirror_block: Callable[[int], Tensor] = holdings.history.view
         self._ring = ring
         self._append_ring = append_ring
-        self._mapped = Glance(holdings.state.device, len(hot))
+        self._mapped = Glance(holdings.state.device, len(caches.caches))
         self._layout = layout
         self._table_layout = TableLayout(layout.key_layers)
         holdings.kept_block = self._kept_block
@@ -53,6 +54,11 @@ class OffloadSession:
     def _kept_block(self, block: int) -> Tensor:
         """RAM for blocks that are whole there, the ring for those behind."""
         return self.history.view(block) if block < self.counts.mirrored // BLOCK_ROWS else self._ring.block_view(block)
+
+    @property
+    def hot(self) -> list[HotCache]:
+        """One a selection group; none while it rests."""
+        return self.caches.caches
 
     def table_row(self, rows: int) -> list[int]:
         """See SessionMemory."""

@@ -62,6 +62,10 @@ class Pool:
             return 0
         return max(0, allocated_bytes - (self._budget_bytes - self._allocated_bytes - self._reserved_bytes))
 
+    def spare_bytes(self) -> int | None:
+        """Allocated bytes that are neither taken nor reserved; None: no limit."""
+        return None if self._budget_bytes is None else self._budget_bytes - self._allocated_bytes - self._reserved_bytes
+
     def reserve(self, size_bytes: int, count: int) -> None:
         """Keep `count` buffers of `size_bytes` each for later takes. Raises PoolExhausted; nothing is reserved then."""
         whole = allocated(size_bytes)

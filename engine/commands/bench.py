@@ -5,10 +5,12 @@ runs, because torch takes seconds to import and --help needs none of it.
 """
 
 import argparse
+from dataclasses import replace
 
 from engine import logs
 from engine.commands import bench_append, bench_archive, bench_decode, bench_host, bench_kernels, bench_parity, bench_round, bench_step
 from engine.commands.command import Command, Invocation
+from engine.commands.measuring import steady
 
 __all__ = ["ACTIONS", "COMMAND"]
 
@@ -31,7 +33,7 @@ def run(invocation: Invocation) -> int:
     """Returns the subcommand's exit code. Raises ForebayError."""
     logs.configure(invocation.settings.server.log_format)
     chosen = next(action for action in ACTIONS if action.name == invocation.options["action"])
-    return chosen.run(invocation)
+    return chosen.run(replace(invocation, settings=steady(invocation.settings)))
 
 
 COMMAND = Command("bench", "measure decoding, appends, the host, and single kernels", configure, run)

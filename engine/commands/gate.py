@@ -18,7 +18,7 @@ from rich.text import Text
 
 from engine import logs
 from engine.commands.command import Command, Invocation
-from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results
+from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, results, steady
 from engine.errors import BadSetting
 from engine.gate import Outcome, Plan, Runs, all_pass, modes_as_json, outcome, parse_history, table, write_json
 from engine.gate.machine import machine
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(invocation: Invocation) -> Plan:
-    options, settings = invocation.options, invocation.settings
+    options, settings = invocation.options, steady(invocation.settings)
     settings.model_directory()  # a model must be named
     given: dict[str, Any] = {}
     for name in _COUNTS:

@@ -5,18 +5,20 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from engine.commands.display import Bar
+from engine.config import HOT_ROWS
 from engine.errors import BadSetting
 from engine.gate import write_json
 from engine.gate.machine import machine
-from engine.settings import SETTINGS, parse_integer
+from engine.settings import SETTINGS, Settings, parse_integer
 
-__all__ = ["Bars", "add_json", "count_of", "engine_flags", "json_target", "measured", "results"]
+__all__ = ["Bars", "add_json", "count_of", "engine_flags", "json_target", "measured", "results", "steady"]
 
 _Found = TypeVar("_Found")
 _PLAIN_WIDTH = 160  # where there is no terminal to ask
@@ -30,6 +32,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def engine_flags(*without: str) -> Iterable[str]:
     """Names of the engine's settings, some left out; what is measured is never on tape."""
     return (name for name, setting in SETTINGS.items() if setting.place == "engine" and name not in ("tape", *without))
+
+
+def steady(settings: Settings) -> Settings:
+    """Settings as they are measured: hot caches of the usual size, where a server's would take what memory is to spare."""
+    return replace(settings, engine=replace(settings.engine, hot_rows=settings.engine.hot_rows or HOT_ROWS))
 
 
 def count_of(options: Mapping[str, object], name: str) -> int | None:

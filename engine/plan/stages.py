@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from engine.config import EngineConfig
+from engine.config import HOT_ROWS, EngineConfig
 from engine.model.config import ModelConfig
 from engine.plan.weights import LayerBytes, WeightForm, layer_bytes
-from engine.stage import HOT_ROWS
 from kernels.layout import BlockLayout, KeyLayout
 from memory.append import blocks_of, pages_of
 from memory.needs import hot_bytes, hot_slots, offload_needs, page_bytes, resident_needs, ring_bytes

@@ -230,6 +230,14 @@ class WatchedPlacement:
         self._watch.opened(memory)
         return memory
 
+    def extra_bytes(self, session: SessionMemory) -> int:
+        """See Placement."""
+        return self._inner.extra_bytes(session)
+
+    def shrink(self, session: SessionMemory) -> None:
+        """See Placement."""
+        self._inner.shrink(session)
+
     def rest(self, session: SessionMemory) -> bool:
         """See Placement."""
         return self._inner.rest(session)
