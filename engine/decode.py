@@ -32,7 +32,7 @@ from kernels.gather import Unwritten
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import select_places
+from kernels.selection import Scratch, select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
@@ -85,13 +85,13 @@ class DecodeStep:
         self._compact = torch.zeros((at_once, copied, picks, layout.row.row_bytes), dtype=torch.uint8, device=device)
         self._unwritten = Unwritten(self._positions, rows)
         self._new_at = integers(count, rows)  # of the step's own rows in the copy of a group's second layer; others lie behind it
-        self._scores = None if device.type == "cpu" else torch.zeros((count, positions_max), device=device)
+        self._scratch = None if device.type == "cpu" else Scratch.of(count, positions_max, device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
         self._steps = 0
         self._drafter: Drafter | None = None
         if rows > 1:
-            judged = Judged(self._positions, self._next_of, self._tokens_out, self._accepted, self._mirrored, self._scores)
+            judged = Judged(self._positions, self._next_of, self._tokens_out, self._accepted, self._mirrored, self._scratch)
             self._drafter = Drafter(stage, judged, lambda: self._input, rows - 1)
 
     def submit(
@@ -271,11 +271,13 @@ class DecodeStep:
 
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan, head_weights = self._stage, self._plans[group], self._head_weights
-        query = stage.model.layers[full].full_indexer.project_query(self._latent, self._cos, self._sin)
+        cleared = None if self._scratch is None else self._scratch.counts
+        query = stage.model.layers[full].full_indexer.project_query(self._latent, self._cos, self._sin, cleared)
         assert head_weights is not None, f"layer {full} makes a selection"
         select_places(
-            table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scores
-        )
+            table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scratch,
+            cleared is not None,
+        )  # fmt: skip
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)

@@ -32,7 +32,7 @@ from kernels.layout import TableField
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import select_places
+from kernels.selection import Scratch, select_places
 from kernels.sparse_mla import sparse_mla_packed
 from kernels.verify import keep_drafts
 from memory.rounds import Picked, Query
@@ -51,7 +51,7 @@ class Judged:
     samples    [T]         int64  device  the token behind each row
     accepted   [places]    int64  device  rows that count
     mirrored   [places]    int64  device  the step's snapshot
-    scores     [>= places, columns]  f32  device  scratch of the selection; None on the CPU
+    scratch    of the selection, at least `places` rows; None on the CPU
     """
 
     positions: Tensor
@@ -59,7 +59,7 @@ class Judged:
     samples: Tensor
     accepted: Tensor
     mirrored: Tensor
-    scores: Tensor | None
+    scratch: Scratch | None
 
 
 class Drafter:
@@ -152,8 +152,8 @@ class Drafter:
             return sparse_mla_packed(query.latent, query.rope, self._compact, plan.selection, stage.layout.row, query.scale)
         if depth == 0 or not self._shares:
             asked, head_weights = layer.full_indexer.index_query(u, latent, cos, sin)
-            key, scores, group = stage.layout.key, self._judged.scores, self._group
-            select_places(table, group, place_of, self._position, asked, head_weights, key, 1, plan.selection, scores)
+            key, scratch, group = stage.layout.key, self._judged.scratch, self._group
+            select_places(table, group, place_of, self._position, asked, head_weights, key, 1, plan.selection, scratch)
             if depth > 0:
                 begin_round(table)
             stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.weights import Weight, WeightReader
+from kernels.index_query import index_query, one_launch
 from kernels.linear import linear
 from kernels.norm import layer_norm
 from kernels.rope import rotate_first
@@ -61,7 +62,11 @@ class IndexerWeights:
         """Index query [T, I, Di] and unscaled head weights, float32 [T, I], of u [T, H] and its normed query latent qr [T, Rq]."""
         return self.project_query(qr, cos, sin), linear(u, self.head_weights).to(torch.float32)
 
-    def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Index query [T, I, Di] alone."""
-        query = linear(qr, self.query_up).view(qr.shape[0], -1, self.key_norm.shape[0])
-        return rotate_first(query, cos, sin)
+    def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor, cleared: Tensor | None = None) -> Tensor:
+        """Index query [T, I, Di] alone. Args: cleared: scratch that comes out zero as well, int32."""
+        width = self.key_norm.shape[0]
+        if one_launch(qr, self.query_up, width):
+            return index_query(qr, self.query_up, width, cos, sin, cleared)
+        if cleared is not None:
+            cleared.zero_()
+        return rotate_first(linear(qr, self.query_up).view(qr.shape[0], -1, width), cos, sin)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kernels.layout import PAGE_KEYS, KeyLayout, TableField
 from kernels.linear.kernel import dot_exact
+from kernels.select.digits import ROW_COUNTS, count_digits
 
 __all__ = ["index_scores", "score_places"]
 
@@ -36,6 +37,7 @@ PAGE = tl.constexpr(PAGE_KEYS)
 ROWS = tl.constexpr(TableField.ROWS)
 PAGES = tl.constexpr(TableField.PAGES)
 PAGES_MAX = tl.constexpr(TableField.PAGES_MAX)
+COUNTS = tl.constexpr(ROW_COUNTS)
 
 
 @triton.jit
@@ -50,11 +52,11 @@ def _place_rows(place_of, positions, rows, place, numbers, ROWS_BLOCK: tl.conste
 
 
 @triton.jit
-def _score(table, pages, keys, place_of, positions, query, head_weights, out, rows, group, q_row, q_head, q_value, w_row, w_head, out_row,
-           WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr, KEYS_LOADED: tl.constexpr, ROWS_BLOCK: tl.constexpr,
-           GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-           WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, HEADS_FACTOR: tl.constexpr,
-           WIDTH_FACTOR: tl.constexpr):  # fmt: skip
+def _score(table, pages, keys, place_of, positions, query, head_weights, out, counts, begin, rows, group, q_row, q_head, q_value, w_row,
+           w_head, out_row, COUNTING: tl.constexpr, WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr,
+           KEYS_LOADED: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+           KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+           HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
     owner = tl.program_id(1)  # a place, or a group of rows
     number = owner * GROUP_ROWS
     count = tl.minimum(number + GROUP_ROWS, rows)
@@ -96,6 +98,13 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, ro
             score = tl.sum(tl.reshape(score, [BLOCK, GROUP_ROWS, HEADS_BLOCK]), 2)
             column = block.to(tl.int64) * BLOCK + place_in_block
             tl.store(out + which[None, :] * out_row + column[:, None], score, mask=column[:, None] < end[None, :])
+        if COUNTING:
+            tl.debug_barrier()  # other threads of the program have stored the scores that are counted
+            own = tl.arange(0, GROUP_ROWS)
+            for each in tl.static_range(GROUP_ROWS):
+                row_of = tl.sum(tl.where(own == each, which, 0))
+                row_end = tl.sum(tl.where(own == each, end, 0))
+                count_digits(out + row_of * out_row, counts + row_of * COUNTS, begin, row_end, WORKERS, BLOCK)
         number += GROUP_ROWS
 
 
@@ -128,14 +137,15 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
     owners = triton.cdiv(rows, group_rows)
     shapes = _shapes(query, head_weights, layout, owners, min(out.shape[1], pages.shape[0] * PAGE_KEYS), group_rows)
     _score[(shapes["WORKERS"], owners)](
-        pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, rows, 0,
-        out_row=out.stride(0), FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
+        pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, pages, 0, rows,
+        0, out_row=out.stride(0), COUNTING=False, FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
     )  # fmt: skip
 
 
 def score_places(
-    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout, out: Tensor
-) -> None:
+    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout, out: Tensor,
+    counts: Tensor | None = None, begin: int = 0,
+) -> None:  # fmt: skip
     """Score keys 0 .. position of each row's session, reached through the step table; columns past them are left alone.
 
     table         [places, fields]   int64    device
@@ -144,6 +154,7 @@ def score_places(
     query         [T, heads, width]  float    device  any strides
     head_weights  [T, heads]         float32  device  unscaled
     out           [T, columns]       float32  device  columns above every position
+    counts        [T, ROW_COUNTS]    int32    device  the digits (`kernels/select/digits.py`) of each row's scores from `begin` on are added
     """
     rows, places = query.shape[0], table.shape[0]
     if rows == 0:
@@ -151,19 +162,25 @@ def score_places(
     group_rows = _group_rows(triton.cdiv(rows, places))
     shapes = _shapes(query, head_weights, layout, places, out.shape[1], group_rows)
     _score[(shapes["WORKERS"], places)](
-        table, table, 0, place_of, positions, query, head_weights, out, rows, group, out_row=out.stride(0), FIELDS=table.shape[1],
-        PLACES=True, KEYS_LOADED=False, ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
+        table, table, 0, place_of, positions, query, head_weights, out, table if counts is None else counts, begin, rows, group,
+        out_row=out.stride(0), COUNTING=counts is not None, FIELDS=table.shape[1], PLACES=True, KEYS_LOADED=False,
+        ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
     )  # fmt: skip
 
 
-def _case(rows: int, query: str, keys: str) -> dict[str, object]:
+def _case(rows: int, query: str, keys: str, counting: bool = False) -> dict[str, object]:
     layout = KeyLayout("f32" if keys == "*fp32" else "bf16", 128)
     shapes = _shapes(torch.empty((rows, 32, 128), device="meta"), torch.empty((rows, 32), device="meta"), layout, 1, 1 << 20, rows)
     return shapes | {
         "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": query, "head_weights": "*fp32",
-        "out": "*fp32", "rows": "i32", "group": "i32", "out_row": 1 << 20, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
+        "out": "*fp32", "counts": "*i32" if counting else "*i64", "begin": "i32", "rows": "i32", "group": "i32",
+        "out_row": 1 << 20, "COUNTING": counting, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
         "ROWS_BLOCK": rows, "num_stages": {"cuda": STAGES, "hip": _HIP_STAGES},
     }  # fmt: skip
 
 
-COMPILE = [(_score, _case(1, "*bf16", "*bf16")), (_score, _case(2, "*bf16", "*bf16")), (_score, _case(4, "*bf16", "*bf16"))]
+COMPILE = [
+    *((_score, _case(rows, "*bf16", "*bf16")) for rows in (1, 2, 4)),
+    (_score, _case(1, "*bf16", "*bf16", counting=True)),
+    (_score, _case(4, "*bf16", "*bf16", counting=True)),
+]

@@ -135,40 +135,47 @@ def _write(scores, stride, columns, first, last, limit, states, counts, tallies,
         tl.store(out + row * out_stride + place, position, mask=taken)
 
 
-def find_cuts(scores: Tensor, first: Tensor, last: Tensor, limit: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def find_cuts(
+    scores: Tensor, first: Tensor, last: Tensor, limit: int, limits: Tensor | None = None, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Digits of each row's cut, for `cut_of`: states [rows, 4, 2] and counts [rows, 4, 256], int32.
 
     scores  [rows, columns]  float32  values of a row side by side
     limits  [rows]           int64    the k of each row in place of `limit`
     """
     rows, columns = scores.shape
+    chunk = chunk or CHUNK
     states = torch.empty((rows, _PASSES, 2), dtype=torch.int32, device=scores.device)
     counts = torch.zeros((rows, _PASSES, _DIGITS), dtype=torch.int32, device=scores.device)
     for number in range(_PASSES):
-        _count[(triton.cdiv(columns, CHUNK), rows)](
+        _count[(triton.cdiv(columns, chunk), rows)](
             scores, scores.stride(0), columns, first, last, first if limits is None else limits, limit, states, counts,
-            PASS=number, PER_ROW=limits is not None, CHUNK=CHUNK, num_warps=WARPS,
+            PASS=number, PER_ROW=limits is not None, CHUNK=chunk, num_warps=WARPS,
         )  # fmt: skip
     return states, counts
 
 
-def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> None:
-    """See the package page. Values of a row of `scores` lie side by side, as do those of `out`."""
+def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor, chunk: int | None = None) -> None:
+    """See the package page. Values of a row of `scores` lie side by side, as do those of `out`.
+
+    Args: chunk: positions a program, a power of two; CHUNK unless given.
+    """
     rows, columns = scores.shape
+    chunk = chunk or CHUNK
     if rows == 0 or k == 0:
         return
     if columns == 0:
         out.fill_(-1)
         return
-    states, counts = find_cuts(scores, first, last, k)
-    chunks = triton.cdiv(columns, CHUNK)
+    states, counts = find_cuts(scores, first, last, k, chunk=chunk)
+    chunks = triton.cdiv(columns, chunk)
     tallies = torch.empty((rows, chunks, 2), dtype=torch.int32, device=scores.device)
     tally[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=CHUNK, num_warps=WARPS
+        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=chunk, num_warps=WARPS
     )  # fmt: skip
     _write[(chunks, rows)](
         scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), CHUNKS=chunks,
-        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=CHUNK, num_warps=WARPS,
+        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=chunk, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -3,19 +3,19 @@
 On the CPU this is `index_scores` a row and `select` over all; rows never see another session's pages.
 """
 
-import torch
 from torch import Tensor
 
 from kernels.layout import KeyLayout
 from kernels.place import on_cpu
 from kernels.selection import reference
+from kernels.selection.scratch import Scratch, SelectionForm
 
-__all__ = ["select_places"]
+__all__ = ["Scratch", "SelectionForm", "select_places"]
 
 
 def select_places(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor, scores: Tensor | None = None,
+    first: int, out: Tensor, scratch: Scratch | None = None, cleared: bool = False,
 ) -> None:  # fmt: skip
     """Select each row's top-k positions among its session's keys `first..position`.
 
@@ -25,14 +25,14 @@ def select_places(
     query         [T, I, Di]        float    device
     head_weights  [T, I]            float32  device  unscaled
     out           [T, k]            int32    device  written in full; ascending, -1 tail; all -1 for padding rows
-    scores        [>= T, columns]   float32  device  scratch, needed on a device: its columns, at least every position + 1, bound the launch
+    scratch       room for at least T rows, needed on a device: its columns bound the launches
+    Args: cleared: the scratch's counts are zero; else they are cleared first, by a launch of its own.
     """
     if on_cpu("select_places", table):
         reference.select_places(table, group, place_of, positions, query, head_weights, layout, first, out)
         return
     from kernels.selection import kernel
 
-    assert scores is not None, "a device's selection needs room for scores: the host knows no length"
-    assert scores.dtype == torch.float32, f"scores are {scores.dtype}"
-    assert scores.shape[0] >= query.shape[0], f"{scores.shape[0]} rows of scores for {query.shape[0]} queries"
-    kernel.select_places(table, group, place_of, positions, query, head_weights, layout, first, out, scores)
+    assert scratch is not None, "a device's selection needs room for scores: the host knows no length"
+    assert scratch.scores.shape[0] >= query.shape[0], f"{scratch.scores.shape[0]} rows of scores for {query.shape[0]} queries"
+    kernel.select_places(table, group, place_of, positions, query, head_weights, layout, first, out, scratch, cleared)

@@ -1,6 +1,7 @@
-"""Selections of a decode step on a device: scores through the step table, then the choice; eight launches, no value read by the host.
+"""Selections of a decode step on a device: scores through the step table, then the choice, no value read by the host.
 
-Knows neither keys nor ranks; `kernels/index_score` and `kernels/select` do.
+Knows neither keys nor ranks; `kernels/index_score`, `kernels/select` and `counted.py` do. Three launches where digits are counted with the
+scores, else nine.
 
 Invariant: a row's range comes from its position and its place on the device; the scores' buffer alone bounds the launches.
 """
@@ -13,6 +14,8 @@ from torch import Tensor
 from kernels.index_score.kernel import score_places
 from kernels.layout import KeyLayout, TableField
 from kernels.select.kernel import select
+from kernels.selection.counted import choose
+from kernels.selection.scratch import Scratch
 
 __all__ = ["select_places"]
 
@@ -33,18 +36,24 @@ def _ranges(table, place_of, positions, begin, first, last, rows, FIELDS: tl.con
 
 def select_places(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor, scores: Tensor,
+    first: int, out: Tensor, scratch: Scratch, cleared: bool = False,
 ) -> None:  # fmt: skip
     """See the package page."""
     rows = query.shape[0]
     if rows == 0:
         return
-    score_places(table, group, place_of, positions, query, head_weights, layout, scores)
+    if scratch.counts is not None:
+        if not cleared:
+            scratch.counts.zero_()
+        score_places(table, group, place_of, positions, query, head_weights, layout, scratch.scores, scratch.counts, first)
+        choose(table, place_of, positions, first, out, scratch)
+        return
+    score_places(table, group, place_of, positions, query, head_weights, layout, scratch.scores)
     ranges = torch.empty((2, rows), dtype=torch.int64, device=out.device)
     _ranges[(triton.cdiv(rows, 32),)](
         table, place_of, positions, first, ranges[0], ranges[1], rows, FIELDS=table.shape[1], BLOCK=32, num_warps=1
     )
-    select(scores[:rows], ranges[0], ranges[1], out.shape[1], out)
+    select(scratch.scores[:rows], ranges[0], ranges[1], out.shape[1], out, scratch.chunk)
 
 
 COMPILE = [

@@ -3,15 +3,17 @@
 Copies, maps and selections bit for bit; arithmetic within the bound beside it. Run with `-m gpu`.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import gather, index_score, linear, moe, norm, quantize, rope, select, sparse_mla
+from kernels import gather, index_query, index_score, linear, moe, norm, quantize, rope, select, sparse_mla
 from kernels.layout import KeyLayout, RowLayout, TableField
 from kernels.round import RoundPlan, begin_round, clear_round, plan_round, unmap_from
 from kernels.round import reference as round_reference
-from kernels.selection import select_places
+from kernels.selection import Scratch, select_places
 from memory.hot import HotCache
 from memory.table import StepTable
 from tests.kernels.round_world import LAYOUT, ROW_BYTES, TABLE_LAYOUT, PlainSession, Step
@@ -125,7 +127,7 @@ def test_selections_are_exact_in_every_digit() -> None:
 
 @pytest.mark.parametrize(("sessions", "rows"), [(1, 1), (1, 4), (3, 2)])
 def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> None:
-    """Scored and selected through the step table, twice in the same scratch: the reference's choice among the scores left there."""
+    """Scored and selected through the step table, twice in a scratch of each form: the reference's choice among the scores left there."""
     layout, count, keys = KeyLayout("bf16", 128), sessions * rows, 5_000
     table = torch.zeros((sessions, TABLE_LAYOUT.fields), dtype=torch.int64)
     pages = drawn(sessions, 5, 1024, 128, seed=1).bfloat16().cuda()
@@ -134,15 +136,28 @@ def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> 
     table[:, TableField.PAGES] = addresses.data_ptr() + torch.arange(sessions) * 5 * 8
     place_of = torch.arange(count, dtype=torch.int32) % sessions
     positions = keys - 1 - torch.arange(count) * 300
-    scores = torch.zeros((count, 8192), device="cuda")
-    for seed in (3, 4):
+    scratches = [Scratch.of(count, 8192, torch.device("cuda"), form) for form in ("counted", "chunks", "pieces")]
+    for scratch, seed in itertools.product(scratches, (3, 4)):
         query, weights = drawn(count, 32, 128, seed=seed).bfloat16(), drawn(count, 32, seed=seed + 2)
         got = torch.full((count, 2048), 77, dtype=torch.int32, device="cuda")
         asked = place_of.cuda(), positions.cuda(), query.cuda(), weights.cuda()
-        select_places(table.cuda(), 0, *asked, layout, 1, got, scores)
+        select_places(table.cuda(), 0, *asked, layout, 1, got, scratch)
         wanted = torch.empty((count, 2048), dtype=torch.int32)
-        select.select(scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
+        select.select(scratch.scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
         assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("rows", COUNTS)
+def test_index_queries_in_one_launch_have_the_bits_of_two(rows: int) -> None:
+    """At the model's shapes a product with the rotation in it is the product, rotated; scratch that is to be zero is."""
+    latent, weight = drawn(rows, 2048, seed=1).bfloat16().cuda(), drawn(4096, 2048, seed=2, scale=0.02).bfloat16().cuda()
+    table = rope.rope_table(torch.arange(rows).cuda() * 9973, rope.rope_frequencies(8e6, 64).cuda(), torch.bfloat16)
+    cleared = torch.full((rows, 544), 77, dtype=torch.int32, device="cuda")
+    assert index_query.one_launch(latent, weight, 128)
+    got = index_query.index_query(latent, weight, 128, *table, cleared)
+    wanted = rope.rotate_first(linear.linear(latent, weight).view(rows, -1, 128), *table)
+    assert torch.equal(got, wanted)
+    assert not bool(cleared.any())
 
 
 @pytest.mark.parametrize("rows", [1, 4])

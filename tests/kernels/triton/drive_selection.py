@@ -1,17 +1,24 @@
 """Interpreted selections of a step: rows of several sessions in any order, free places, padding, and poisoned buffers."""
 
+import itertools
+from dataclasses import replace
+
 import company  # noqa: F401
 import interpreted
 import torch
 
 from kernels.index_score import kernel as scoring
 from kernels.layout import PAGE_KEYS, KeyLayout, TableField, TableLayout
+from kernels.select import digits as digit_counts
 from kernels.select import kernel as choice
-from kernels.selection import kernel, reference
+from kernels.select.reference import select
+from kernels.selection import counted, kernel, reference
+from kernels.selection.scratch import Scratch, SelectionForm
 
 LAYOUT = KeyLayout("bf16", 16)
 TABLE_LAYOUT = TableLayout(2)
 LENGTHS = (1, 65, 1030)  # keys of each session
+FORMS: tuple[SelectionForm, ...] = ("counted", "chunks", "pieces")
 
 
 class World:
@@ -41,15 +48,97 @@ def compare(place_of: list[int], positions: list[int], first: int, k: int) -> No
     weights = torch.randint(-2, 3, (rows, 4), generator=generator).float()
     asked = torch.tensor(place_of, dtype=torch.int32), torch.tensor(positions)
     told = [torch.full((rows, k), 99, dtype=torch.int32) for _ in range(2)]
-    scores = torch.full((rows + 1, 2 * PAGE_KEYS), float("inf"))
-    for group in {rows % 2, 1}:
-        kernel.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[0], scores)
+    for group, form in itertools.product({rows % 2, 1}, FORMS):
+        scratch = poisoned(Scratch.of(rows + 1, 2 * PAGE_KEYS, torch.device("cpu"), form))
+        told[0].fill_(99)
+        kernel.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[0], scratch)
         reference.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[1])
-        interpreted.same(f"group {group} of {place_of}", told[0], told[1])
-        assert bool(scores[rows:].isinf().all()), "scores were written past the rows"
+        interpreted.same(f"{form}, group {group} of {place_of}", told[0], told[1])
+        assert bool(scratch.scores[rows:].isinf().all()), "scores were written past the rows"
+
+
+def poisoned(scratch: Scratch) -> Scratch:
+    """What a selection may find in its scratch: anything, counts included, which nobody has cleared."""
+    scratch.scores.fill_(float("inf"))
+    for rest in (scratch.counts, scratch.candidates):
+        if rest is not None:
+            rest.fill_(77)
+    return scratch
+
+
+def digits(scores: torch.Tensor) -> torch.Tensor:
+    """The definition of a digit, by value: 16 steps an octave from 2^-16, all below it and all past 2^16 in one digit each."""
+    fraction, exponent = torch.frexp(scores.double())
+    step = (exponent + 15) * 16 + (fraction * 32 - 16).floor()
+    inside = scores >= 2.0**-16
+    return torch.where(inside, step, 0.0).clamp(0, 511).nan_to_num(511.0).where(inside, 0.0).long()
+
+
+def choose_of(name: str, scores: torch.Tensor, lengths: list[int], first: int, k: int, chunk: int) -> None:
+    """Given scores, counted here, are chosen from as the reference does; what lies past a row's end is poison."""
+    rows, columns = scores.shape
+    last = torch.tensor(lengths)
+    scratch = poisoned(replace(Scratch.of(rows, columns, torch.device("cpu"), "counted"), chunk=chunk))
+    assert scratch.counts is not None
+    scratch.counts.zero_()
+    for row, end in enumerate(lengths):
+        scratch.scores[row, first:end] = scores[row, first:end]
+        scratch.counts[row, :512] = torch.bincount(digits(scores[row, first:end]), minlength=512)
+    table = torch.zeros((2, TABLE_LAYOUT.fields), dtype=torch.int64)
+    table[0, TableField.ROWS] = rows
+    places = torch.zeros(rows, dtype=torch.int32)
+    got, wanted = torch.full((rows, k), 99, dtype=torch.int32), torch.full((rows, k), 98, dtype=torch.int32)
+    counted.choose(table, places, last - 1, first, got, scratch)
+    select(scores, torch.full_like(last, first), last, k, wanted)
+    interpreted.same(f"{name}, first {first}, k {k}", got, wanted)
+
+
+def counted_choices_equal_the_reference() -> None:
+    """Ties at the cut, NaN, infinities, denormals, scores of one digit and of either end's, at every length that is an edge."""
+    k, chunk, columns = 16, 32, 96
+    lengths = [0, 1, k - 1, k, k + 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 2 * chunk + 1, columns - 1, columns]
+    generator = torch.Generator().manual_seed(11)
+    normal = torch.randn((4, columns), generator=generator)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, normal.shape, generator=generator).int().view(torch.float32)
+    ties = torch.randint(-2, 3, normal.shape, generator=generator).float()
+    near = 1 + torch.randint(-1, 2, normal.shape, generator=generator) * 2.0**-23
+    worlds = {
+        "normal": normal, "any bits": any_bits, "ties": ties, "negative": -normal.abs() - 1e-3, "huge": normal * 1e30,
+        "one digit": 1.0 + normal.abs() * 1e-3, "alike": torch.full_like(normal, 1.5), "zeros": torch.where(ties > 0, 0.0, -0.0),
+        "tiny": normal * 1e-40, "NaN": torch.full_like(normal, torch.nan), "mostly NaN": torch.where(ties > 1, normal, torch.nan),
+        "infinite": torch.where(ties > 0, torch.inf, -torch.inf),
+        "edges": torch.tensor([2.0**-16, 2.0**16, 1.0, 0.0])[torch.randint(0, 4, normal.shape, generator=generator)] * near,
+    }  # fmt: skip
+    for number, (name, scores) in enumerate(worlds.items()):
+        counted.LISTED = 16 if number % 3 == 0 else 128  # lists of several pieces, and of one
+        some = [lengths[(number * 5 + 3 * each) % len(lengths)] for each in range(3)]
+        choose_of(name, scores, [*some, columns], 0, k, chunk)
+    for number in range(0, len(lengths), 4):
+        choose_of("ties", ties, lengths[number : number + 4], 0, k, chunk)
+    for first, picks in ((1, k), (31, 40), (33, 1), (34, columns)):
+        choose_of("normal", normal, [columns, 35, 64, first], first, picks, chunk)
+    with interpreted.programs_backwards():
+        choose_of("ties backwards", ties, [columns, 65, 33, 17], 1, k, chunk)
+    counted.LISTED = 1024
+
+
+def scores_are_counted_as_they_are_made() -> None:
+    """Counts of several blocks a program, of rows that share keys and of a first position, are those of the scores left there."""
+    world = World()
+    place_of, positions, first = torch.tensor([2, 2, 1, -1, 2, 3], dtype=torch.int32), torch.tensor([1029, 700, 64, 3, 0, 5]), 1
+    query, weights = torch.randn(6, 4, 16).bfloat16(), torch.randn(6, 4)
+    scores, counts = torch.full((6, 2 * PAGE_KEYS), 5.0), torch.zeros((6, digit_counts.ROW_COUNTS), dtype=torch.int32)
+    scoring.PROGRAMS = 8  # two a place
+    scoring.score_places(world.table, 1, place_of, positions, query, weights, LAYOUT, scores, counts, first)
+    for row, end in enumerate([1030, 701, 65, 0, 1, 0]):
+        wanted = torch.bincount(digits(scores[row, first:end]), minlength=512) if end > first else torch.zeros(512)
+        interpreted.same(f"counts of row {row}", counts[row, :512], wanted.int())
+    assert not bool(counts[:, 512:].any()), "more than digits was counted"
 
 
 def main() -> None:
+    counted_choices_equal_the_reference()
+    scores_are_counted_as_they_are_made()
     choice.CHUNK, scoring.PROGRAMS = 1024, 6
     compare([2], [1029], 0, 32)
     compare([0, 1, 2, 3], [0, 64, 1024, 7], 0, 64)

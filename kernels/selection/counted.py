@@ -1,0 +1,187 @@
+"""The choice of a step's rows whose digits were counted with their scores: two launches behind the scoring.
+
+The counts name the digit that holds a row's cut. `_collect` runs over chunks of positions: it tallies what lies above that digit and lists
+what lies in it, a few hundred ranks of a row. Every program of `_emit` then finds the cut in that list, two bits a pass, and writes the
+chosen positions of its own chunk: tallies and list say how many places earlier chunks took, so the result is ascending without a sort.
+
+Invariants:
+1. Comparisons and integer sums only, so the choice is exact: ties at the cut are taken from the lowest position up, NaN ranks lowest.
+2. The list has no order (a program reserves its stretch by an atomic sum); nothing that is read from it depends on one.
+3. A row with fewer positions than picks has its cut at rank 0, and every one of them is taken.
+4. Scores are read past a row's end too, as far as there are columns, and told apart after that.
+
+Bytes: 200 KB of scores twice at 50,000 positions, from L2, and 4 KiB of list a program: launches and waits for loads are all there is.
+Refused: the same search by one program a row (200 KB take one multiprocessor 2 us a pass, and a position's place needs a pass of its own).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.layout import TableField
+from kernels.select.digits import BINS, LOWEST, ROW_COUNTS, SHIFT, cut_digit, digit_of
+from kernels.select.kernel import rank_of
+from kernels.selection.scratch import Scratch
+
+__all__ = ["choose"]
+
+ROWS = tl.constexpr(TableField.ROWS)
+COUNTS = tl.constexpr(ROW_COUNTS)
+WARPS = 4
+LISTED = 1024  # ranks that a program of `_emit` holds in registers; longer lists are read anew in every pass
+
+
+@triton.jit
+def _row_end(table, place_of, positions, row, FIELDS: tl.constexpr):
+    """One past the last position that a row may choose; 0 for a row whose place is free or -1."""
+    position = tl.load(positions + row)
+    place = tl.load(place_of + row).to(tl.int64)
+    live = (place >= 0) & (tl.load(table + tl.maximum(place, 0) * FIELDS + ROWS) > 0)
+    return tl.where(live, position + 1, 0)
+
+
+@triton.jit
+def _collect(table, place_of, positions, scores, stride, columns, counts, tallies, listed, rows, begin, limit, FIELDS: tl.constexpr,
+             CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    position = chunk * CHUNK + tl.arange(0, CHUNK)
+    rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))  # not waiting for the row's end
+    digit, _ = cut_digit(counts + row * COUNTS, limit)
+    end = _row_end(table, place_of, positions, row, FIELDS)
+    if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
+        inside = (position >= begin) & (position < end)
+        own = digit_of(rank)
+        above = (inside & (own > digit)).to(tl.int32)
+        tied = inside & (own == digit)
+        both = above | (tied.to(tl.int32) << 16)  # one prefix sum for two counts of at most CHUNK each
+        until = tl.cumsum(both)
+        total = tl.sum(both)
+        tl.store(tallies + row * CHUNKS + chunk, total & 65535)
+        found = total >> 16
+        to = listed + row * stride + tl.atomic_add(counts + row * COUNTS + BINS, found, mask=found > 0, sem="relaxed")
+        order = (until >> 16) - 1
+        tl.store(to + order, rank.to(tl.int32, bitcast=True), mask=tied)
+        tl.store(to + rows * stride + order, position, mask=tied)
+
+
+@triton.jit
+def _at_least(rank, known, low, middle, high):
+    """How many known ranks are at least each of three; three counts of 21 bits in one sum."""
+    counted = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 21) + ((rank >= high).to(tl.int64) << 42)
+    return tl.sum(tl.where(known, counted, 0))
+
+
+@triton.jit
+def _before(rank, position, known, cut, start):
+    """How many known ranks are above the cut; of those before a position how many are above and at it. In one sum, as in `_at_least`."""
+    above = (rank > cut).to(tl.int64)
+    earlier = (position < start).to(tl.int64)
+    at = (rank == cut).to(tl.int64)
+    return tl.sum(tl.where(known, above + ((above & earlier) << 21) + ((at & earlier) << 42), 0))
+
+
+@triton.jit
+def _listed(ranks, places, start, length, LISTED: tl.constexpr):
+    at = start + tl.arange(0, LISTED)
+    known = at < length
+    rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
+    return rank, tl.load(places + at, mask=known, other=0), known
+
+
+@triton.jit
+def _search(ranks, places, rank, known, length, digit, wanted, LISTED: tl.constexpr):  # fmt: skip
+    """The rank of a listed row's `wanted`-th best, or its least possible where there are fewer. `rank` is the list's first piece."""
+    within = (digit > 0) & (digit < BINS - 1)  # other digits have no bits in common
+    cut = tl.where(within, (digit + LOWEST).to(tl.uint32) << SHIFT, 0).to(tl.uint32)
+    shift = tl.where(within, (SHIFT - 1) // 2 * 2, 30)
+    while shift >= 0:
+        step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+        low, middle, high = cut + step, cut + 2 * step, cut + 3 * step
+        counted = _at_least(rank, known, low, middle, high)
+        start = LISTED
+        while start < length:
+            more, _, more_known = _listed(ranks, places, start, length, LISTED)
+            counted += _at_least(more, more_known, low, middle, high)
+            start += LISTED
+        cut = tl.where((counted & 0x1FFFFF) >= wanted, low, cut)
+        cut = tl.where((counted >> 21 & 0x1FFFFF) >= wanted, middle, cut)
+        cut = tl.where(counted >> 42 >= wanted, high, cut)
+        shift -= 2
+    return cut
+
+
+@triton.jit
+def _emit(table, place_of, positions, scores, stride, columns, counts, tallies, listed, out, out_stride, rows, begin, limit,
+          FIELDS: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, PICKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+          LISTED: tl.constexpr):  # fmt: skip
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    position = chunk * CHUNK + tl.arange(0, CHUNK)
+    mine = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
+    length = tl.load(counts + row * COUNTS + BINS)
+    digit, wanted = cut_digit(counts + row * COUNTS, limit)
+    end = _row_end(table, place_of, positions, row, FIELDS)
+    if chunk == 0:
+        pick = tl.arange(0, PICKS_BLOCK)
+        unused = (pick < limit) & (pick >= end - begin)
+        tl.store(out + row * out_stride + pick, tl.full([PICKS_BLOCK], -1, tl.int32), mask=unused)
+    if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
+        earlier = tl.arange(0, CHUNKS_BLOCK)
+        tally = tl.load(tallies + row * CHUNKS + earlier, mask=(earlier < chunk) & (earlier >= begin // CHUNK), other=0)
+        ranks = listed + row * stride
+        places = ranks + rows * stride
+        rank, place, known = _listed(ranks, places, 0, length, LISTED)
+        cut = _search(ranks, places, rank, known, length, digit, wanted, LISTED)
+        before = _before(rank, place, known, cut, chunk * CHUNK)
+        start = LISTED
+        while start < length:
+            rank, place, known = _listed(ranks, places, start, length, LISTED)
+            before += _before(rank, place, known, cut, chunk * CHUNK)
+            start += LISTED
+        equals = wanted - (before & 0x1FFFFF).to(tl.int32)
+        above_before = tl.sum(tally) + (before >> 21 & 0x1FFFFF).to(tl.int32)
+        inside = (position >= begin) & (position < end)
+        above = (inside & (mine > cut)).to(tl.int32)
+        equal = (inside & (mine == cut)).to(tl.int32)
+        both = above | (equal << 16)
+        ahead = tl.cumsum(both) - both
+        equal_rank = (before >> 42).to(tl.int32) + (ahead >> 16)
+        taken = (above > 0) | ((equal > 0) & (equal_rank < equals))
+        to = above_before + (ahead & 65535) + tl.minimum(equal_rank, equals)
+        tl.store(out + row * out_stride + to, position, mask=taken)
+
+
+def choose(table: Tensor, place_of: Tensor, positions: Tensor, first: int, out: Tensor, scratch: Scratch) -> None:
+    """Choose each row's best among its scores from position `first` to its own; arguments as in the package page.
+
+    scratch  its scores hold each row's, its counts their digits (`score_places`)
+    """
+    assert scratch.counts is not None, "the scratch has no room for counts"
+    assert scratch.candidates is not None, "the scratch has no room for candidates"
+    rows, picks = out.shape
+    columns, chunk = scratch.scores.shape[1], scratch.chunk
+    chunks = triton.cdiv(columns, chunk)
+    tallies = torch.empty((rows, chunks), dtype=torch.int32, device=out.device)
+    shared = {"FIELDS": table.shape[1], "CHUNKS": chunks, "CHUNK": chunk, "num_warps": WARPS}
+    _collect[(chunks, rows)](
+        table, place_of, positions, scratch.scores, columns, columns, scratch.counts, tallies, scratch.candidates,
+        scratch.candidates.shape[1], first, picks, **shared,
+    )  # fmt: skip
+    _emit[(chunks, rows)](
+        table, place_of, positions, scratch.scores, columns, columns, scratch.counts, tallies, scratch.candidates, out, out.stride(0),
+        scratch.candidates.shape[1], first, picks, CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(picks),
+        LISTED=LISTED, **shared,
+    )  # fmt: skip
+
+
+_ROWS = {
+    "table": "*i64", "place_of": "*i32", "positions": "*i64", "scores": "*fp32", "stride": 1 << 16, "columns": 1 << 16, "counts": "*i32",
+    "tallies": "*i32", "listed": "*i32", "rows": "i32", "begin": "i32", "limit": 2048, "FIELDS": 139, "CHUNKS": 128, "CHUNK": 512,
+    "num_warps": WARPS,
+}  # fmt: skip
+COMPILE = [
+    (_collect, _ROWS),
+    (_emit, _ROWS | {"out": "*i32", "out_stride": 2048, "CHUNKS_BLOCK": 128, "PICKS_BLOCK": 2048, "LISTED": LISTED}),
+]
