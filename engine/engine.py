@@ -38,12 +38,13 @@ from engine.sampling import Sampling
 from engine.session import Phase, Session
 from engine.sessions import Sessions
 from engine.stage import Stage
-from engine.synthetic import tokens_of
+from engine.synthetic import begun_with
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
 from engine.totals import Statistics, totals
 from engine.warm_up import warm_up
 from memory.errors import DoesNotFit
+from memory.session import SessionMemory
 from streams import Backend
 
 __all__ = ["Engine", "Statistics"]
@@ -183,6 +184,11 @@ class Engine:
         """The sessions that callers hold, as they are now, in order of their making."""
         return self._held.views()
 
+    @property
+    def memories(self) -> Mapping[SessionId, SessionMemory]:
+        """What the sessions that callers hold have of the stage's memory, those that never had a turn left out: for those who measure."""
+        return {session.id: session.memory for session in self._sessions.values() if session.memory is not None}
+
     async def create_session(self, namespace: str = "") -> SessionId:
         """A new, empty session that outlives its requests. Raises NotAdmitted at `sessions_max`, if nobody may leave."""
         return (await self._with_room(lambda: self._held.create(namespace))).id
@@ -267,7 +273,7 @@ class Engine:
     ) -> Generation:  # fmt: skip
         """One generation from a text, token ids, or chat messages, in a session of its own or continuing `session`.
 
-        Args: history: made-up rows that a session of its own begins with, for measuring. revision: what the session's must be.
+        Args: history: made-up rows that a session without tokens begins with, for measuring. revision: what the session's must be.
             namespace: a session of its own begins with stored rows of this one's sessions only; another's sessions are unknown.
             after: token ids that a session of its own begins with; the prompt goes on from them as the next turn of a session does.
         Never waits. Raises at the first await of the generation: BadRequest, UnknownSession, StaleRevision, NotAdmitted; later:
@@ -344,36 +350,34 @@ class Engine:
         if revision is not None:
             await self._held.settle(session)
             self._held.check_revision(session, revision)
-        if history is not None:
-            self._begin_with(session, history)
         self._check_open(session)
-        self._prompts.check_bias(sampling.logit_bias)
-        grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
-        if after and not (session.temporary and history is None):
-            raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
-        continues = bool(after) or self._continues(session)
-        before = await self._prompts.tokens(after, {}, continues=False) if after else []
-        tokens = before + await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
-        if (
-            not after and self._continues(session) != continues
-        ):  # another request of the session came or went while a long text was tokenised
-            tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
-        self._check_open(session)
-        self._held.check_revision(session, revision)
-        if not tokens and (history is not None or len(session.tokens) == session.rows):
-            raise BadRequest("the prompt has no tokens", field="prompt")
-        request = Request(
-            request_id, session, tokens, sampling, limits=Limits(self.context_max, self.config.default_max_tokens),
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed, eos=self._stage.model.config.eos_token_ids,
-            tokenizer=self.tokenizer if self.tokenizer.available else None,
-        )  # fmt: skip
-        request.history = history
-        request.prompt = (*session.tokens, *tokens)
-        if sampling.form is not None and grammar is not None:
-            request.form = self.grammars.follower(grammar, sampling.form, request.ends, request.prompt)
-        self._loop.enqueue(request)
-        self._held.used(session)
-        return request
+        vocabulary, continues = self._stage.model.config.vocabulary, self._continues(session)
+        with begun_with(history, session, continues=continues, context_max=self.context_max, vocabulary=vocabulary):
+            self._prompts.check_bias(sampling.logit_bias)
+            grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
+            if after and not (session.temporary and history is None):
+                raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
+            continues = bool(after) or self._continues(session)
+            before = await self._prompts.tokens(after, {}, continues=False) if after else []
+            tokens = before + await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
+            if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised
+                tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
+            self._check_open(session)
+            self._held.check_revision(session, revision)
+            if not tokens and (history is not None or len(session.tokens) == session.rows):
+                raise BadRequest("the prompt has no tokens", field="prompt")
+            request = Request(
+                request_id, session, tokens, sampling, limits=Limits(self.context_max, self.config.default_max_tokens),
+                seed=secrets.randbits(63) if sampling.seed is None else sampling.seed, eos=self._stage.model.config.eos_token_ids,
+                tokenizer=self.tokenizer if self.tokenizer.available else None,
+            )  # fmt: skip
+            request.history = history
+            request.prompt = (*session.tokens, *tokens)
+            if sampling.form is not None and grammar is not None:
+                request.form = self.grammars.follower(grammar, sampling.form, request.ends, request.prompt)
+            self._loop.enqueue(request)
+            self._held.used(session)
+            return request
 
     def _check_open(self, session: Session) -> None:
         """Raise unless the session can still take requests."""
@@ -384,14 +388,3 @@ class Engine:
     def _continues(self, session: Session) -> bool:
         """Whether the session has tokens, or will have when the requests before this one have run."""
         return bool(session.tokens) or any(request.session is session for request in self._loop.requests)
-
-    def _begin_with(self, session: Session, history: SyntheticHistory) -> None:
-        """Give a fresh session the tokens of a made-up history; the append of its first request writes the rows."""
-        if not session.temporary:
-            raise BadRequest("a synthetic history begins a session of its own; leave session out", field="synthetic_history")
-        if not (0 <= history.seed < 2**63 and 1 <= history.rows < self.context_max):
-            raise BadRequest(
-                f"a synthetic history has a seed of 0 to 2^63 - 1 and 1 to {self.context_max - 1} rows", field="synthetic_history"
-            )
-        session.made_up = True
-        session.tokens.extend(tokens_of(history, self._stage.model.config.vocabulary))

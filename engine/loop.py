@@ -286,8 +286,7 @@ class StepLoop:
             session.move(Phase.BROKEN)
             request.fail(error)
         else:
-            before = len(request.prompt) - len(request.appended)
-            del session.tokens[max(before, session.rows) :]
+            del session.tokens[max(len(request.prompt) - len(request.appended), session.rows) :]
             session.revision += 1
             session.move(Phase.READY)
             request.end("abort")
@@ -297,5 +296,6 @@ class StepLoop:
         """Once no operation of the request is outstanding."""
         self.tally.ended(request)
         self.release(request)
+        request.drop_unwritten()
         request.ended.set()
         self._batches.forget(request)

@@ -70,7 +70,7 @@ class Request:
         self._drafts_judged = 0
         self.append: AppendRun | None = None  # while the prompt is read
         self.appended_rows = 0  # of finished chunks, once it was read
-        self.history: SyntheticHistory | None = None  # what its fresh session begins with
+        self.history: SyntheticHistory | None = None  # what its session begins with
         self.state: SamplingState | None = None
         self.form: Follower | None = None  # which tokens may come, where a form was asked for
         self._mask_due = False
@@ -134,6 +134,11 @@ class Request:
     def judged(self, drafts: int) -> None:
         """A step of this request judged so many drafts; called before its tokens are taken."""
         self._drafts_judged += drafts
+
+    def drop_unwritten(self) -> None:
+        """A made-up history that was not written whole leaves no tokens without rows, which would be read as real ones."""
+        if self.history is not None and self.session.rows < self.history.rows:
+            del self.session.tokens[self.session.rows :]
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)

@@ -171,7 +171,7 @@ _KEY_FORMAT = choice("auto", "bf16", "f32", later=("e4m3",))
 
 SETTINGS: dict[str, Setting] = _table(
     (
-        ("model", "model", parse_text, "DIR", "model directory in Hugging Face layout; with random weights also glm-5.3-slice or glm-5.3"),
+        ("model", "model", parse_text, "DIR", "model directory, Hugging Face layout; with random weights glm-5.3, glm-5.3-slice(-8)"),
         ("demo", "demo", parse_switch, "", "use the model that comes with the package"),
         ("device", "engine.device", choice("auto", "cpu", "cuda"), "auto|cpu|cuda", "where the model runs"),
         ("placement", "engine.placement", choice("offload", "resident"), "offload|resident", "rows in RAM with a hot cache, or device"),

@@ -1,7 +1,8 @@
 """Made-up histories: rows, keys, MTP rows and hidden states written without running the model, for measuring long contexts.
 
-Holds the arithmetic of the values and the append that writes them. They go through the same chunks as real rows, so counts, blocks, pages
-and copies are those of a real history. The model's answer to one means nothing; two placements must give the same answer all the same.
+Holds the arithmetic of the values, the append that writes them, and how a session gets their tokens. They go through the same chunks as
+real rows, so counts, blocks, pages and copies are those of a real history. The model's answer to one means nothing; two placements must
+give the same answer all the same.
 
 Invariants:
 1. A value depends on seed, layer, position and column alone: not on the placement, the chunk, or what ran before.
@@ -11,6 +12,7 @@ Invariants:
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +21,10 @@ from torch import Tensor
 
 from engine.append import AppendRun, Scratch, Unit
 from engine.chain import Chain
+from engine.errors import BadRequest
 from engine.protocol import SyntheticHistory
 from engine.sampling_table import SamplingState
+from engine.session import Session
 from engine.stage import Stage
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from kernels.quantize import append_keys, append_rows
@@ -28,7 +32,7 @@ from memory.append import AppendChunk
 from memory.session import SessionMemory
 from streams import Event
 
-__all__ = ["SyntheticRun", "tokens_of", "values"]
+__all__ = ["SyntheticRun", "begun_with", "tokens_of", "values"]
 
 _DRAWS = 64  # times that a row's bytes are read and written while its values are drawn: two dozen passes over words eight times as wide
 _WORD = 0xFFFFFFFF
@@ -69,6 +73,30 @@ def values(seed: int, streams: int | Tensor, positions: Tensor, columns: int) ->
 def tokens_of(history: SyntheticHistory, vocabulary: int) -> list[int]:
     """Token ids that stand for the rows; the model never reads them, penalties do."""
     return random.Random(history.seed).choices(range(vocabulary), k=history.rows)
+
+
+@contextmanager
+def begun_with(
+    history: SyntheticHistory | None, session: Session, *, continues: bool, context_max: int, vocabulary: int
+) -> Iterator[None]:  # fmt: skip
+    """Give a session the tokens of a made-up history, if there is one, not to be kept if the block fails; its first append writes the rows.
+
+    Args: continues: whether it has tokens, or is about to. Raises: BadRequest: it does, or the history cannot begin a session of at most
+        `context_max` tokens.
+    """
+    if history is None:
+        return (yield)
+    if continues:
+        raise BadRequest("a synthetic history begins a session that has no tokens; create another", field="synthetic_history")
+    if not (0 <= history.seed < 2**63 and 1 <= history.rows < context_max):
+        raise BadRequest(f"a synthetic history has a seed of 0 to 2^63 - 1 and 1 to {context_max - 1} rows", field="synthetic_history")
+    session.made_up = True
+    session.tokens.extend(tokens_of(history, vocabulary))
+    try:
+        yield
+    except BaseException:
+        session.tokens.clear()
+        raise
 
 
 class SyntheticRun(AppendRun):

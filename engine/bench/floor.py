@@ -39,24 +39,26 @@ class StepBytes:
         return self.weights + self.keys + self.rows + self.drafts
 
 
-def step_bytes(model: Model, layout: BlockLayout, *, length: float, depth: int = 0) -> StepBytes:
-    """Of a step of one session at a history of `length` rows (a mean may be no whole number).
+def step_bytes(model: Model, layout: BlockLayout, *, length: float, depth: int = 0, sessions: int = 1) -> StepBytes:
+    """Of a step of so many sessions at histories of `length` rows (a mean may be no whole number).
 
     Args: depth: drafts a step judges beside its own row, and then makes anew. Rows of one session read its keys once, and at least one
-        row's picks; `depth` + 1 rows choose `expected_experts` of each layer.
+        row's picks; all rows together choose `expected_experts` of each layer.
     """
     assert length >= 1, f"a step reads at least its own row, not {length}"
     full = sum(layer.full for layer in model.layers)
     picks = min(model.config.top_k, length)
-    experts = expected_experts(model.config.experts, model.config.experts_per_token, depth + 1) if depth else None
+    together = sessions * (depth + 1)
+    experts = expected_experts(model.config.experts, model.config.experts_per_token, together) if together > 1 else None
     drafts = 0.0
     if depth:
         selections = 1 if model.config.share_mtp_selection else depth
-        drafts = depth * draft_weights(model, 1).total + selections * (length * layout.key.key_bytes + picks * layout.row.row_bytes)
+        own = selections * (length * layout.key.key_bytes + picks * layout.row.row_bytes)
+        drafts = depth * draft_weights(model, sessions).total + sessions * own
     return StepBytes(
-        weights=step_weights(model, depth + 1, experts=experts).total,
-        keys=round(full * length * layout.key.key_bytes),
-        rows=round(len(model.layers) * picks * layout.row.row_bytes),
+        weights=step_weights(model, together, experts=experts).total,
+        keys=round(sessions * full * length * layout.key.key_bytes),
+        rows=round(sessions * len(model.layers) * picks * layout.row.row_bytes),
         drafts=round(drafts),
     )
 

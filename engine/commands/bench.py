@@ -8,7 +8,17 @@ import argparse
 from dataclasses import replace
 
 from engine import logs
-from engine.commands import bench_append, bench_archive, bench_decode, bench_host, bench_kernels, bench_parity, bench_round, bench_step
+from engine.commands import (
+    bench_append,
+    bench_archive,
+    bench_decode,
+    bench_host,
+    bench_kernels,
+    bench_parity,
+    bench_round,
+    bench_sessions,
+    bench_step,
+)  # fmt: skip
 from engine.commands.command import Command, Invocation
 from engine.commands.measuring import steady
 
@@ -16,7 +26,7 @@ __all__ = ["ACTIONS", "COMMAND"]
 
 ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
-    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND,
+    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND,
 )  # fmt: skip
 
 
@@ -36,4 +46,4 @@ def run(invocation: Invocation) -> int:
     return chosen.run(replace(invocation, settings=steady(invocation.settings)))
 
 
-COMMAND = Command("bench", "measure decoding, appends, the host, and single kernels", configure, run)
+COMMAND = Command("bench", "measure decoding, appends, many sessions, the host, and single kernels", configure, run)

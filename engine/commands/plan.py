@@ -31,7 +31,9 @@ _SETTINGS = ("placement", "hot_rows", "draft_depth", "append_chunk_rows", "row_f
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """What, how much, and on what."""
-    parser.add_argument("model", nargs="?", metavar="CONFIG", help="config.json, its directory, glm-5.3 or glm-5.3-slice (default glm-5.3)")
+    parser.add_argument(
+        "model", nargs="?", metavar="CONFIG", help="config.json, its directory, or a name like glm-5.3-slice (default glm-5.3)"
+    )
     parser.add_argument("--context", metavar="N", help="tokens a session may reach, like 50000, 128K or 1M (1,024 x 1,024); default 1M")
     parser.add_argument("--sessions", metavar="N", help="sessions that decode together (15)")
     parser.add_argument("--nodes", metavar="N", help="machines (2)")

@@ -177,12 +177,35 @@ async def test_impossible_histories_are_refused(model: Path, history: SyntheticH
             await engine.generate(prompt, Sampling(max_tokens=1), history=history).prompt()
 
 
-async def test_a_held_session_takes_none(model: Path) -> None:
-    """A session that the caller made keeps what it has."""
-    async with Engine.open(model, small()) as engine:
+async def test_a_held_session_takes_one_if_it_has_no_tokens(model: Path) -> None:
+    """A session that the caller made begins with made-up rows once, and gives the answer of one of a single request; then it keeps them."""
+    history, sampling = SyntheticHistory(7, 129), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    async with Engine.open(model, small(hot_rows=16)) as engine:
         session = await engine.create_session()
-        with pytest.raises(BadRequest, match="session of its own"):
-            await engine.generate(PROMPT, Sampling(max_tokens=1), session=session, history=SyntheticHistory(0, 5)).prompt()
+        assert session not in engine.memories
+        found = await engine.generate(PROMPT, sampling, session=session, history=history).complete()
+        assert (found.usage.cached_tokens, engine.sessions[session].rows) == (129, 129 + len(PROMPT) + 5)
+        with pytest.raises(BadRequest, match="a session that has no tokens"):
+            await engine.generate(PROMPT, sampling, session=session, history=history).prompt()
+        assert len(engine.sessions[session].token_ids) == 129 + len(PROMPT) + 6
+    assert list(found.token_ids) == await answer(model, small(hot_rows=16), history)
+
+
+async def test_a_history_that_was_not_written_leaves_no_tokens(model: Path) -> None:
+    """Refused before it is queued, or left while it is filled: the session has no token without a row."""
+    sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
+    async with Engine.open(model, small(append_chunk_rows=16)) as engine:
+        session = await engine.create_session()
+        with pytest.raises(BadRequest):
+            await engine.generate([], sampling, session=session, history=SyntheticHistory(1, 50)).prompt()
+        assert len(engine.sessions[session].token_ids) == 0
+        generation = engine.generate(PROMPT, sampling, session=session, history=SyntheticHistory(1, 3_000))
+        await generation.prompt()
+        while not engine.statistics().mirrored_rows:  # noqa: ASYNC110 - one look a turn of the loop
+            await asyncio.sleep(0)
+        await generation.aclose()
+        view = engine.sessions[session]
+        assert 0 < len(view.token_ids) == view.rows < 3_000
 
 
 async def test_an_abort_while_filling_leaves_nothing(model: Path) -> None:

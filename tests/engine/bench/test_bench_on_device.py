@@ -57,6 +57,35 @@ def test_append_has_times_and_transient_memory(model: Path, tmp_path: Path) -> N
         assert arm["transient_bytes"] > 0
 
 
+def test_sessions_have_times_and_blocks_of_their_own(model: Path, tmp_path: Path) -> None:
+    """Companies of one, two and three say what each says alone; times, floors, and what allocator and driver count."""
+    target = tmp_path / "out.json"
+    words = ("--sessions", "1,2,3", "--rows", "3000", "--new-tokens", "256", "--json", str(target))
+    assert line("sessions", str(model), *FLAGS, *words) == 0
+    written = json.loads(target.read_text())
+    assert (written["complete"], written["trouble"], written["blocks"]["apart"]) == (True, None, True)
+    for count, company in enumerate(written["companies"], 1):
+        assert company["sessions"] == count
+        assert 0 < company["step_us"]["p50"] <= company["step_us"]["p99"]
+        assert company["step_over_floor"] > 1
+        assert company["tokens_per_second"] >= count * company["slowest_tokens_per_second"]
+    held = written["held"]["device"]
+    owners = sum(owner["allocated_bytes"] for owner in written["held"]["ledger"]["device"].values())
+    assert owners <= held["allocated"] <= held["reserved"] <= held["driver_used"] <= held["driver_total"]
+
+
+def test_a_streams_waits_have_times(model: Path, tmp_path: Path) -> None:
+    """Milliseconds before and while a prompt is read, and the prompt's own speed."""
+    target = tmp_path / "out.json"
+    words = ("--part", "gap", "--rows", "1000", "--append", "2000", "--usual-tokens", "64", "--json", str(target))
+    assert line("sessions", str(model), *FLAGS, *words) == 0
+    written = json.loads(target.read_text())
+    assert written["append_rows"] == 2_000
+    assert written["usual_ms"]["p50"] > 0
+    assert written["longest_of_usual"] == pytest.approx(written["during_ms"]["max"] / written["usual_ms"]["p50"])
+    assert written["append_tokens_per_second"] > 0
+
+
 def test_a_step_on_tape_is_the_recordings_own(model: Path, tmp_path: Path) -> None:
     """With graphs the tape is one step: every operation completed, on more than one stream, none before what it comes after."""
     path = tmp_path / "step.tape"

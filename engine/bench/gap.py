@@ -1,0 +1,183 @@
+"""The longest wait between two tokens of a running stream while another session's prompt is read.
+
+One session decodes behind a made-up history; after some tokens, which say what is usual, another request with a real prompt comes. Prints
+and writes nothing.
+
+1. A small prompt is read beside the stream before, so that nothing is compiled while it is measured.
+2. What is measured begins when the request is made, its host work included, and ends with its first token, or when the time is up.
+3. A prompt that the time did not suffice for is left, and what was seen until then counts; how far it came is told.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import structlog
+from rich.table import Table
+
+from engine.bench.arm import Watch, forget_engines, seeded_prompt
+from engine.bench.company import STALL_S, Fleet, fill, greedy
+from engine.bench.host import percentile
+from engine.bench.many import Piece, Work, absolute
+from engine.engine import Engine
+from engine.errors import ForebayError
+
+__all__ = ["Gap", "run_gap"]
+
+_APPEND_SEED = 20_240_104
+_REHEARSED_CHUNKS = 3
+_LOOK_S = 0.1
+
+_log = structlog.get_logger("bench")
+
+
+@dataclass(slots=True)
+class Gap:
+    """Waits of the stream, in seconds."""
+
+    work: Work
+    complete: bool = False
+    usual_s: tuple[float, ...] = ()  # before the prompt came
+    during_s: tuple[float, ...] = ()
+    read: int = 0  # rows of the prompt that were in place at the end
+    took_s: float = 0.0  # to the prompt's first token, or to the end of the time
+
+    @property
+    def trouble(self) -> str:
+        """See Found."""
+        return ""
+
+    @property
+    def longest_of_usual(self) -> float:
+        """The longest wait while the prompt was read over the median one before."""
+        return max(self.during_s) / percentile(self.usual_s, 50)
+
+    @property
+    def median_of_usual(self) -> float:
+        """The median wait while the prompt was read over the median one before."""
+        return percentile(self.during_s, 50) / percentile(self.usual_s, 50)
+
+    def fields(self) -> dict[str, Any]:
+        """See Found."""
+        found: dict[str, Any] = {
+            "stream_rows": self.work.lengths[0].history + self.work.lengths[0].prompt, "append_rows": self.read,
+            "stream_tokens": len(self.during_s), "longest_of_usual": self.longest_of_usual, "median_of_usual": self.median_of_usual,
+        }  # fmt: skip
+        if absolute(self.work.engine):
+            found |= {
+                "usual_ms": _summary(self.usual_s), "during_ms": _summary(self.during_s), "append_s": self.took_s,
+                "append_tokens_per_second": self.read / self.took_s, "stalls": sum(wait > STALL_S for wait in self.during_s),
+                "longest_waits_ms": [1e3 * wait for wait in sorted(self.during_s, reverse=True)[:20]],
+            }  # fmt: skip
+        return found
+
+    def table(self) -> Table:
+        """See Found."""
+        drawn = Table(title=f"a stream while a prompt of {self.work.append_tokens:,} tokens is read", title_justify="left")
+        times = absolute(self.work.engine)
+        titles = ("rows read", "tokens of the stream", "median/usual", "longest/usual")
+        for title in (*titles, *(("usual ms", "median ms", "p99 ms", "longest ms", "read in s") if times else ())):
+            drawn.add_column(title, justify="right")
+        cells = [f"{self.read:,}", f"{len(self.during_s):,}", f"{self.median_of_usual:.2f}", f"{self.longest_of_usual:.2f}"]
+        if times:
+            usual, during = _summary(self.usual_s), _summary(self.during_s)
+            cells += [f"{usual['p50']:.2f}", *(f"{during[name]:.2f}" for name in ("p50", "p99", "max")), f"{self.took_s:.1f}"]
+        drawn.add_row(*cells)
+        return drawn
+
+    def said(self) -> str:
+        """See Found."""
+        return f"the longest wait was {self.longest_of_usual:.2f} times the usual one"
+
+
+def _summary(waits: tuple[float, ...]) -> dict[str, float]:
+    return {**{f"p{percent}": 1e3 * percentile(waits, percent) for percent in (50, 90, 99)}, "max": 1e3 * max(waits)}
+
+
+@dataclass(slots=True)
+class _Stream:
+    """The running stream's tokens."""
+
+    at_s: list[float] = field(default_factory=list)
+    ended: bool = False
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def tokens(self, count: int) -> None:
+        """Wait for that many. Raises ForebayError: it ended before."""
+        while len(self.at_s) < count:
+            if self.ended:
+                raise ForebayError(f"the stream ended after {len(self.at_s)} tokens; fewer --rows leave it more room")
+            self.came.clear()
+            await self.came.wait()
+
+    def waits(self, first_s: float, last_s: float) -> tuple[float, ...]:
+        """Between its tokens; those that lie, also in part, between two moments."""
+        return tuple(later - before for before, later in pairwise(self.at_s) if later > first_s and before < last_s)
+
+
+async def run_gap(work: Work, watch: Watch, piece: Piece) -> Gap:
+    """All of it in one engine. Raises ForebayError."""
+    del piece  # there is one
+    found = Gap(work)
+    try:
+        async with Engine.open(work.plan.model, work.engine, progress=lambda done, total: watch("loading", done, total)) as engine:
+            fleet, stream = await fill(engine, work.lengths[0], 1, watch), _Stream()
+            await engine.truncate_session(fleet.ids[0], work.lengths[0].history)
+            running = asyncio.create_task(_read(fleet, stream))
+            try:
+                await _measure(engine, stream, found, watch)
+            except ForebayError:
+                if running.done():
+                    await running  # if it failed, that is why
+                raise
+            finally:
+                running.cancel()
+                await asyncio.wait((running,))
+    finally:
+        await forget_engines(work.engine)
+    return found
+
+
+async def _read(fleet: Fleet, stream: _Stream) -> None:
+    engine, lengths = fleet.engine, fleet.lengths
+    prompt = seeded_prompt(engine.stage.model.config.vocabulary, lengths.prompt)
+    try:
+        async with engine.generate(prompt, greedy(lengths.new), session=fleet.ids[0]) as generation:
+            async for chunk in generation:
+                stream.at_s.extend([time.perf_counter()] * len(chunk.token_ids))
+                stream.came.set()
+    finally:
+        stream.ended = True
+        stream.came.set()
+
+
+async def _measure(engine: Engine, stream: _Stream, found: Gap, watch: Watch) -> None:
+    work = found.work
+    warmup, usual, behind = work.plan.warmup_tokens, work.plan.usual_tokens, work.plan.alone_tokens
+    vocabulary = engine.stage.model.config.vocabulary
+    await stream.tokens(warmup)
+    small = min(work.append_tokens, _REHEARSED_CHUNKS * work.engine.append_chunk_rows)
+    await engine.generate(seeded_prompt(vocabulary, small, _APPEND_SEED + 1), greedy(behind)).complete()
+    first = len(stream.at_s) + 1
+    await stream.tokens(first + usual)
+    prompt = seeded_prompt(vocabulary, work.append_tokens, _APPEND_SEED)
+    asked_s = time.perf_counter()
+    found.usual_s = stream.waits(stream.at_s[first], stream.at_s[-1])
+    async with engine.generate(prompt, greedy(behind)) as generation:
+        token = asyncio.ensure_future(anext(generation))
+        while not token.done() and time.perf_counter() - asked_s < work.plan.limit_s and not stream.ended:
+            await asyncio.wait((token,), timeout=_LOOK_S)
+            found.read = generation.progress.rows_done
+            watch("reading the prompt", found.read, work.append_tokens)
+        found.took_s, ended_s = time.perf_counter() - asked_s, time.perf_counter()
+        found.complete = token.done()
+        if found.complete:
+            await token
+        else:
+            token.cancel()
+            _log.warning("append.cut_short", rows=found.read, stream_ended=stream.ended, seconds=round(found.took_s, 1))
+        if not stream.ended:
+            await stream.tokens(len(stream.at_s) + 1)  # the wait that the end lies in
+    found.during_s = stream.waits(asked_s, ended_s)
