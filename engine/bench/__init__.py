@@ -10,5 +10,6 @@ Parts
     decode.py   decode steps in both placements against the floor
     timing.py   times of launches by graphs; cases.py, products.py, attention.py: single operations; kernels.py: they are checked and timed
     sweep.py    tilings of products, constants.py: constants of other kernels, tried against one another
+    load.py     conversations of a seeded load; heard.py: what a request of it heard; serving.py: the load driven over HTTP
     round.py    one round of the hot cache, and attention by its plan
 """

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from rich.table import Table
 
 from engine.bench.floor import copy_bandwidth
+from engine.bench.spread import percentile
 from engine.config import EngineConfig
 from engine.device import device_of, streams_of
 from engine.errors import BadSetting
@@ -168,11 +169,6 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that at least `percent` of them do not exceed."""
-    return sorted(values)[-(-len(values) * percent // 100) - 1]
 
 
 def _summary(values: tuple[float, ...]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from engine.commands import (
     bench_kernels,
     bench_parity,
     bench_round,
+    bench_serve,
     bench_sessions,
     bench_step,
 )  # fmt: skip
@@ -26,7 +27,7 @@ __all__ = ["ACTIONS", "COMMAND"]
 
 ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
-    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND,
+    bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND, bench_serve.COMMAND,
 )  # fmt: skip
 
 

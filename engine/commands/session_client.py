@@ -6,9 +6,7 @@ Speaks `/v1/sessions`; knows no engine. What the server refuses is its own line 
 
 import argparse
 import asyncio
-import errno
 import json
-import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -21,6 +19,7 @@ from engine.commands.display import bytes_text
 from engine.commands.measuring import results
 from engine.config import ServerConfig
 from engine.errors import BadSetting, ForebayError
+from engine.remote import Unreachable, address_of
 from engine.settings import add_flags, parse_age
 
 __all__ = ["ACTIONS", "add_actions", "add_server_flags", "list_at_server"]
@@ -37,16 +36,6 @@ class _Refused(ForebayError):
         self.exit_code = _EXIT_CODE.get(status, 2 if status < 500 else 1)
 
 
-class _Unreachable(ForebayError):
-    """Nobody answers at the address, or not as a server of ours."""
-
-    exit_code = 5
-
-
-def _address(config: ServerConfig) -> str:
-    return f"http://[{config.host}]:{config.port}" if ":" in config.host else f"http://{config.host}:{config.port}"
-
-
 async def _asked(config: ServerConfig, method: str, path: str, body: Mapping[str, object] | None) -> Any:
     import aiohttp
     from yarl import URL
@@ -56,13 +45,11 @@ async def _asked(config: ServerConfig, method: str, path: str, body: Mapping[str
     try:
         async with (
             aiohttp.ClientSession(headers=headers, timeout=timeout) as client,
-            client.request(method, URL(_address(config) + path, encoded=True), json=body) as response,
+            client.request(method, URL(address_of(config) + path, encoded=True), json=body) as response,
         ):
             status, answer = response.status, json.loads(await response.text())
     except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-        number = getattr(error, "errno", None) or 0  # failed look-ups of names have numbers of their own
-        why = os.strerror(number) if number in errno.errorcode else (str(error).splitlines() or [type(error).__name__])[0]
-        raise _Unreachable(f"no server answers at {_address(config)}: {why}; start one, or name it with --host and --port") from error
+        raise Unreachable.at(config, error) from error
     if status >= 400:
         raise _Refused(status, str(answer["error"]["message"]))
     return answer
