@@ -284,7 +284,10 @@ class Engine:
         async def start() -> Request:
             self._loop.check_open()
             held = self._held.fresh(namespace) if session is None else self._held.find(session, namespace)
-            with self._expected(held):  # until it is queued
+            beginning = begun_with(
+                history, held, continues=self._continues(held), context_max=self.context_max, vocabulary=self._stage.model.config.vocabulary
+            )
+            with self._expected(held), beginning:  # until it is queued
                 return await self._start(prompt, sampling, held, identity, template_arguments or {}, history, revision, after)
 
         return Generation(start, self._loop.abort)
@@ -351,33 +354,31 @@ class Engine:
             await self._held.settle(session)
             self._held.check_revision(session, revision)
         self._check_open(session)
-        vocabulary, continues = self._stage.model.config.vocabulary, self._continues(session)
-        with begun_with(history, session, continues=continues, context_max=self.context_max, vocabulary=vocabulary):
-            self._prompts.check_bias(sampling.logit_bias)
-            grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
-            if after and not (session.temporary and history is None):
-                raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
-            continues = bool(after) or self._continues(session)
-            before = await self._prompts.tokens(after, {}, continues=False) if after else []
-            tokens = before + await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
-            if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised
-                tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
-            self._check_open(session)
-            self._held.check_revision(session, revision)
-            if not tokens and (history is not None or len(session.tokens) == session.rows):
-                raise BadRequest("the prompt has no tokens", field="prompt")
-            request = Request(
-                request_id, session, tokens, sampling, limits=Limits(self.context_max, self.config.default_max_tokens),
-                seed=secrets.randbits(63) if sampling.seed is None else sampling.seed, eos=self._stage.model.config.eos_token_ids,
-                tokenizer=self.tokenizer if self.tokenizer.available else None,
-            )  # fmt: skip
-            request.history = history
-            request.prompt = (*session.tokens, *tokens)
-            if sampling.form is not None and grammar is not None:
-                request.form = self.grammars.follower(grammar, sampling.form, request.ends, request.prompt)
-            self._loop.enqueue(request)
-            self._held.used(session)
-            return request
+        self._prompts.check_bias(sampling.logit_bias)
+        grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
+        if after and not (session.temporary and history is None):
+            raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
+        continues = bool(after) or self._continues(session)
+        before = await self._prompts.tokens(after, {}, continues=False) if after else []
+        tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
+        tokens = before + tokens if before else tokens
+        if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised
+            tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
+        self._check_open(session)
+        self._held.check_revision(session, revision)
+        if not tokens and (history is not None or len(session.tokens) == session.rows):
+            raise BadRequest("the prompt has no tokens", field="prompt")
+        request = Request(
+            request_id, session, tokens, sampling, limits=Limits(self.context_max, self.config.default_max_tokens),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed, eos=self._stage.model.config.eos_token_ids,
+            tokenizer=self.tokenizer if self.tokenizer.available else None,
+        )  # fmt: skip
+        request.history = history
+        if sampling.form is not None and grammar is not None:
+            request.form = self.grammars.follower(grammar, sampling.form, request.ends, request.prompt)
+        self._loop.enqueue(request)
+        self._held.used(session)
+        return request
 
     def _check_open(self, session: Session) -> None:
         """Raise unless the session can still take requests."""

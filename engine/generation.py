@@ -68,10 +68,10 @@ class Generation:
     def progress(self) -> Progress:
         """How much of the prompt has rows; may be read at any time."""
         request = self._request
-        if request is None or not request.prompt:
+        if request is None:
             return Progress(0, 0)
         done = request.cached + (request.appended_rows if request.append is None else request.append.done_rows)
-        return Progress(done, len(request.prompt))
+        return Progress(done, request.prompt_tokens)
 
     async def prompt(self) -> tuple[int, ...]:
         """Token ids of the whole context this generation continues. Raises: BadRequest, NotAdmitted."""

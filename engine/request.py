@@ -46,13 +46,13 @@ class Request:
     """State of one generation. Built by the engine once the prompt is known."""
 
     def __init__(
-        self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, limits: Limits, seed: int,
+        self, request_id: str, session: Session, appended: list[int], sampling: Sampling, *, limits: Limits, seed: int,
         eos: Sequence[int], tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
         """Raises TooLong if the context cannot hold it behind the session's present tokens."""
         self.id = request_id
         self.session = session
-        self.appended = list(appended)  # tokens this request adds before it generates
+        self.appended = appended  # tokens this request adds before it generates; a million are not copied while others decode
         self.sampling = sampling
         self.max_tokens = 0
         self.chunks: asyncio.Queue[Chunk | ForebayError] = asyncio.Queue()
@@ -60,7 +60,7 @@ class Request:
         self.finished = False
         self.broken = False  # its session cannot go on
         self.ended = asyncio.Event()  # no operation of it is outstanding and its session is free
-        self.prompt: tuple[int, ...] = ()
+        self._prompt: tuple[int, ...] | None = None  # once it has begun
         self.cached = 0
         self.since = 0  # see `scheduler.Claim`
         self.in_flight = 0  # steps submitted and not followed
@@ -82,6 +82,16 @@ class Request:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._scanner = StopScanner(sampling.stop, include_stop=sampling.include_stop)
 
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """All tokens it continues; before it has begun what they will be unless its session changes, made anew at each look."""
+        return (tuple(self.session.tokens) + tuple(self.appended)) if self._prompt is None else self._prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many these are."""
+        return len(self.session.tokens) + len(self.appended) if self._prompt is None else len(self._prompt)
+
     def fit(self, held: int) -> None:
         """Settle how many tokens it may generate behind `held` tokens of its session. Raises TooLong: no room."""
         prompt, asked = held + len(self.appended), self.sampling.max_tokens
@@ -95,7 +105,7 @@ class Request:
 
     def begin(self, prompt: tuple[int, ...], vocabulary: int, device: torch.device | str = "cpu") -> None:
         """Its turn has come: the whole context it continues is known."""
-        self.prompt = prompt
+        self._prompt = prompt
         mask = None if self.form is None else self.form.mask
         self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device, mask)
 
@@ -141,7 +151,7 @@ class Request:
             del self.session.tokens[self.session.rows :]
 
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)
+        return Usage(self.prompt_tokens, self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)
 
     def take(self, token: int, logits: Tensor | None, *, guessed: bool = False) -> bool:
         """Follow one sampled token; returns whether the request is now finished. `guessed`: a draft had said so."""

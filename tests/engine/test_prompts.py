@@ -1,7 +1,9 @@
 """Prompts as token ids, above all what is said again in a later turn of a session."""
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +93,34 @@ async def test_a_template_that_renders_no_turn_at_all(tokenizer: Tokenizer) -> N
     """Where the beginning cannot be told from the turn all of it is said."""
     prompts = prompts_of(tokenizer, "<sop>{{ messages[0].content }}{{ messages[0].role.upper() }}")
     assert tokenizer.decode(await prompts.tokens(TURN, {}, continues=True, held=[1])) == "<sop>hiUSER"
+
+
+async def test_a_long_list_of_ids_leaves_the_loop_its_turns(tokenizer: Tokenizer) -> None:
+    """Others run while it is checked, what is bad at its end is found, and the ids come back as they were in a list of their own."""
+    prompts, turns = prompts_of(tokenizer), 0
+    ids = [number % tokenizer.vocabulary for number in range(50_000)]
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    found = await prompts.tokens(ids, {}, continues=False)
+    beside.cancel()
+    assert turns >= 5
+    assert (found == ids, found is ids) == (True, False)
+    for bad in (-1, tokenizer.vocabulary):
+        with pytest.raises(BadRequest, match=f"token id {bad} is outside"):
+            await prompts.tokens([*ids, bad, 0], {}, continues=False)
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], [1, TURN[0]], [TURN[0], 1], ["a"], [1.0], b"ab", 5])
+async def test_what_is_no_prompt_is_refused(tokenizer: Tokenizer, prompt: Any) -> None:
+    """Ids and messages do not mix, and nothing else is either."""
+    with pytest.raises(BadRequest, match="a prompt is a text, token ids, or chat messages"):
+        await prompts_of(tokenizer).tokens(prompt, {}, continues=False)
 
 
 def test_biases_are_of_tokens_that_the_model_has(tokenizer: Tokenizer) -> None:
