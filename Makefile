@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 # One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test slow check check-static format clean
+.PHONY: demo test browser slow check check-static format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/forebay demo
@@ -27,6 +27,12 @@ check-static: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+# For the tests of the page, which are skipped where there is no Chromium.
+browser:
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq \
+	&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core > /dev/null; } \
+	|| echo "no Chromium, and none could be installed: the page's tests are skipped"
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -26,7 +26,7 @@ def snapshot(service: Service, activity: ActivityFace | None, namespace: str) ->
         "at": round(time.time() * 1000),
         "uptime_s": round(time.time() - service.created, 1),
         "state": service.state,
-        "loop_lag_ms": round(service.metrics.lag.last_s * 1000, 2),
+        "loop_lag_ms": round(service.metrics.lag.recent_s * 1000, 2),
     }
     engine = service.engine
     if engine is not None and activity is not None:

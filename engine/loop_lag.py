@@ -5,6 +5,7 @@ Knows nothing of what keeps the loop. Costs four wakes a second.
 
 import asyncio
 from bisect import bisect_left
+from collections import deque
 from typing import Final
 
 from engine.measures import Waits
@@ -12,6 +13,7 @@ from engine.measures import Waits
 __all__ = ["LoopLag"]
 
 EVERY_S: Final = 0.25
+_RECENT: Final = 4
 BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -19,7 +21,7 @@ class LoopLag:
     """Measures while started. Loop thread only."""
 
     def __init__(self) -> None:
-        self.last_s = 0.0  # how late it was the last time
+        self._recent = deque([0.0], maxlen=_RECENT)
         self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -34,6 +36,11 @@ class LoopLag:
             self._timer.cancel()
             self._timer = None
 
+    @property
+    def recent_s(self) -> float:
+        """The worst of the last second."""
+        return max(self._recent)
+
     def waits(self) -> Waits:
         """How late the loop was, so far."""
         return Waits(BOUNDS_S, tuple(self._counts), self._sum_s)
@@ -42,7 +49,8 @@ class LoopLag:
         self._timer = loop.call_at(loop.time() + EVERY_S, self._look, loop, loop.time() + EVERY_S)
 
     def _look(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        self.last_s = max(0.0, loop.time() - due_s)
-        self._counts[bisect_left(BOUNDS_S, self.last_s)] += 1
-        self._sum_s += self.last_s
+        late_s = max(0.0, loop.time() - due_s)
+        self._recent.append(late_s)
+        self._counts[bisect_left(BOUNDS_S, late_s)] += 1
+        self._sum_s += late_s
         self._arm(loop)
