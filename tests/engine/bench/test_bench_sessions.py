@@ -169,7 +169,7 @@ async def test_a_stream_goes_on_while_a_prompt_is_read(model: Path) -> None:
     work, found = await found_of(asked)
     assert (work.append_tokens, found.read, found.complete) == (40, 40, True)
     assert len(found.usual_s) >= 7
-    assert len(found.during_s) >= 3 * 4  # a step beside each layer of each chunk
+    assert len(found.during_s) >= 3  # a step beside each chunk at least
     assert found.fields()["longest_of_usual"] >= found.fields()["median_of_usual"] > 0
 
 
