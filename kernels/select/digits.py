@@ -4,7 +4,7 @@ A digit is 16 steps an octave over 32 octaves around 1, sign and exponent and fo
 hundred scores of a long row undecided, wherever its values lie. What is below the octaves (negative and NaN too) or above them is one digit
 at either end: such a cut costs time, and is exact all the same.
 
-Invariant: digits are in the order of ranks, and integers are counted, so sums are free of order.
+Invariant: digits are in the order of ranks, and integers are counted (below 2^22 a row), so sums are free of order.
 """
 
 import triton
@@ -52,8 +52,7 @@ def count_digits(scores, counts, begin, end, PROGRAMS: tl.constexpr, BLOCK: tl.c
 def cut_digit(counts, wanted):
     """The digit that holds a row's `wanted`-th best rank, or 0 where there are fewer, and how many of that digit are taken."""
     digit = tl.arange(0, BINS)
-    count = tl.load(counts + digit)
-    at_least = tl.sum(count) - tl.cumsum(count) + count
-    chosen = tl.max(tl.where(at_least >= wanted, digit, 0))
-    above = tl.sum(tl.where(digit > chosen, count, 0))
-    return chosen, wanted - above
+    at_least = tl.cumsum(tl.load(counts + digit), reverse=True)
+    # The lowest digit but 0 that too few reach, and how many do: both in one reduction, since the digit decides it.
+    beyond = tl.max(tl.where((at_least < wanted) & (digit > 0), ((digit * -1 + BINS) << 22) | at_least, 0))
+    return (beyond >> 22) * -1 + (BINS - 1), wanted - (beyond & 0x3FFFFF)

@@ -1,8 +1,8 @@
 """The choice of a step's rows whose digits were counted with their scores: two launches behind the scoring.
 
 The counts name the digit that holds a row's cut. `_collect` runs over chunks of positions: it tallies what lies above that digit and lists
-what lies in it, a few hundred ranks of a row. Every program of `_emit` then finds the cut in that list, two bits a pass, and writes the
-chosen positions of its own chunk: tallies and list say how many places earlier chunks took, so the result is ascending without a sort.
+what lies in it, a few hundred ranks of a row. Every program of `_emit` then finds the cut in that list, two bits a pass until as many
+as are wanted reach it, and writes the chosen positions of its own chunk: tallies and list say how many places earlier chunks took, so the result is ascending without a sort.
 
 Invariants:
 1. Comparisons and integer sums only, so the choice is exact: ties at the cut are taken from the lowest position up, NaN ranks lowest.
@@ -29,7 +29,7 @@ __all__ = ["choose"]
 ROWS = tl.constexpr(TableField.ROWS)
 COUNTS = tl.constexpr(ROW_COUNTS)
 WARPS = 4
-LISTED = 1024  # ranks that a program of `_emit` holds in registers; longer lists are read anew in every pass
+LISTED = 512  # ranks that a program of `_emit` holds in registers; longer lists are read anew in every pass
 
 
 @triton.jit
@@ -67,47 +67,53 @@ def _collect(table, place_of, positions, scores, stride, columns, counts, tallie
 
 
 @triton.jit
-def _at_least(rank, known, low, middle, high):
-    """How many known ranks are at least each of three; three counts of 21 bits in one sum."""
-    counted = (rank >= low).to(tl.int64) + ((rank >= middle).to(tl.int64) << 21) + ((rank >= high).to(tl.int64) << 42)
-    return tl.sum(tl.where(known, counted, 0))
+def _counted(first, second, third):
+    """How many of each there are among at most 1,023; three counts in one sum."""
+    counted = tl.sum(first.to(tl.int32) + (second.to(tl.int32) << 10) + (third.to(tl.int32) << 20))
+    return counted & 1023, counted >> 10 & 1023, counted >> 20
 
 
 @triton.jit
 def _before(rank, position, known, cut, start):
-    """How many known ranks are above the cut; of those before a position how many are above and at it. In one sum, as in `_at_least`."""
-    above = (rank > cut).to(tl.int64)
-    earlier = (position < start).to(tl.int64)
-    at = (rank == cut).to(tl.int64)
-    return tl.sum(tl.where(known, above + ((above & earlier) << 21) + ((at & earlier) << 42), 0))
+    """How many known ranks are above the cut; of those before a position how many are above and at it."""
+    above = known & (rank > cut)
+    earlier = known & (position < start)
+    return _counted(above, above & earlier, earlier & (rank == cut))
 
 
 @triton.jit
-def _listed(ranks, places, start, length, LISTED: tl.constexpr):
+def _listed(ranks, places, start, room, LISTED: tl.constexpr):
+    """A piece of the list; what lies past the list's length is anything. Not waiting for that length."""
     at = start + tl.arange(0, LISTED)
-    known = at < length
-    rank = tl.load(ranks + at, mask=known, other=0).to(tl.uint32, bitcast=True)
-    return rank, tl.load(places + at, mask=known, other=0), known
+    rank = tl.load(ranks + at, mask=at < room, other=0).to(tl.uint32, bitcast=True)
+    return rank, tl.load(places + at, mask=at < room, other=0)
 
 
 @triton.jit
-def _search(ranks, places, rank, known, length, digit, wanted, LISTED: tl.constexpr):  # fmt: skip
+def _search(ranks, rank, length, digit, wanted, LISTED: tl.constexpr):
     """The rank of a listed row's `wanted`-th best, or its least possible where there are fewer. `rank` is the list's first piece."""
     within = (digit > 0) & (digit < BINS - 1)  # other digits have no bits in common
     cut = tl.where(within, (digit + LOWEST).to(tl.uint32) << SHIFT, 0).to(tl.uint32)
     shift = tl.where(within, (SHIFT - 1) // 2 * 2, 30)
-    while shift >= 0:
+    reached = length  # ranks that are at least the cut
+    known = tl.arange(0, LISTED) < length
+    while (shift >= 0) & (reached > wanted):
         step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
         low, middle, high = cut + step, cut + 2 * step, cut + 3 * step
-        counted = _at_least(rank, known, low, middle, high)
+        lows, middles, highs = _counted(known & (rank >= low), known & (rank >= middle), known & (rank >= high))
         start = LISTED
         while start < length:
-            more, _, more_known = _listed(ranks, places, start, length, LISTED)
-            counted += _at_least(more, more_known, low, middle, high)
+            at = start + tl.arange(0, LISTED)
+            more = tl.load(ranks + at, mask=at < length, other=0).to(tl.uint32, bitcast=True)
+            one, two, three = _counted(
+                (at < length) & (more >= low), (at < length) & (more >= middle), (at < length) & (more >= high)
+            )  # fmt: skip
+            lows += one
+            middles += two
+            highs += three
             start += LISTED
-        cut = tl.where((counted & 0x1FFFFF) >= wanted, low, cut)
-        cut = tl.where((counted >> 21 & 0x1FFFFF) >= wanted, middle, cut)
-        cut = tl.where(counted >> 42 >= wanted, high, cut)
+        cut = tl.where(highs >= wanted, high, tl.where(middles >= wanted, middle, tl.where(lows >= wanted, low, cut)))
+        reached = tl.where(highs >= wanted, highs, tl.where(middles >= wanted, middles, tl.where(lows >= wanted, lows, reached)))
         shift -= 2
     return cut
 
@@ -121,6 +127,10 @@ def _emit(table, place_of, positions, scores, stride, columns, counts, tallies, 
     position = chunk * CHUNK + tl.arange(0, CHUNK)
     mine = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
     length = tl.load(counts + row * COUNTS + BINS)
+    earlier = tl.arange(0, CHUNKS_BLOCK)
+    tally = tl.load(tallies + row * CHUNKS + earlier, mask=earlier < chunk, other=0)
+    ranks = listed + row * stride
+    rank, place = _listed(ranks, ranks + rows * stride, 0, columns, LISTED)
     digit, wanted = cut_digit(counts + row * COUNTS, limit)
     end = _row_end(table, place_of, positions, row, FIELDS)
     if chunk == 0:
@@ -128,26 +138,24 @@ def _emit(table, place_of, positions, scores, stride, columns, counts, tallies, 
         unused = (pick < limit) & (pick >= end - begin)
         tl.store(out + row * out_stride + pick, tl.full([PICKS_BLOCK], -1, tl.int32), mask=unused)
     if (chunk * CHUNK < end) & (chunk * CHUNK + CHUNK > begin):
-        earlier = tl.arange(0, CHUNKS_BLOCK)
-        tally = tl.load(tallies + row * CHUNKS + earlier, mask=(earlier < chunk) & (earlier >= begin // CHUNK), other=0)
-        ranks = listed + row * stride
-        places = ranks + rows * stride
-        rank, place, known = _listed(ranks, places, 0, length, LISTED)
-        cut = _search(ranks, places, rank, known, length, digit, wanted, LISTED)
-        before = _before(rank, place, known, cut, chunk * CHUNK)
+        cut = _search(ranks, rank, length, digit, wanted, LISTED)
+        above_all, above_before, equal_before = _before(rank, place, tl.arange(0, LISTED) < length, cut, chunk * CHUNK)
         start = LISTED
         while start < length:
-            rank, place, known = _listed(ranks, places, start, length, LISTED)
-            before += _before(rank, place, known, cut, chunk * CHUNK)
+            rank, place = _listed(ranks, ranks + rows * stride, start, columns, LISTED)
+            one, two, three = _before(rank, place, start + tl.arange(0, LISTED) < length, cut, chunk * CHUNK)
+            above_all += one
+            above_before += two
+            equal_before += three
             start += LISTED
-        equals = wanted - (before & 0x1FFFFF).to(tl.int32)
-        above_before = tl.sum(tally) + (before >> 21 & 0x1FFFFF).to(tl.int32)
+        equals = wanted - above_all
+        above_before += tl.sum(tl.where(earlier >= begin // CHUNK, tally, 0))
         inside = (position >= begin) & (position < end)
         above = (inside & (mine > cut)).to(tl.int32)
         equal = (inside & (mine == cut)).to(tl.int32)
         both = above | (equal << 16)
         ahead = tl.cumsum(both) - both
-        equal_rank = (before >> 42).to(tl.int32) + (ahead >> 16)
+        equal_rank = equal_before + (ahead >> 16)
         taken = (above > 0) | ((equal > 0) & (equal_rank < equals))
         to = above_before + (ahead & 65535) + tl.minimum(equal_rank, equals)
         tl.store(out + row * out_stride + to, position, mask=taken)
