@@ -32,7 +32,8 @@ from kernels.gather import Unwritten
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import Scratch, select_places
+from kernels.selection import Scratch, choose_rows, score_rows, select_places
+from kernels.selection import scratch as selection_scratch
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
@@ -88,6 +89,8 @@ class DecodeStep:
         self._scratch = None if device.type == "cpu" else Scratch.of(count, positions_max, device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
+        self._ahead = "beside" if self._scratch is None else selection_scratch.measured_start
+        self._index_query: Tensor | None = None  # made ahead of the selection
         self._steps = 0
         self._drafter: Drafter | None = None
         if rows > 1:
@@ -164,7 +167,7 @@ class DecodeStep:
         """Submit the layers of one selection group, which follow one another."""
         plan, copies = self._plans[group], self._stage.rounds.copies
         keyed = chain.submit(
-            streams.compute, lambda: self._write(layers[0], 0, group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
+            streams.compute, lambda: self._key(layers[0], group, table), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
         )
         selected = chain.submit(
             streams.selection,
@@ -269,15 +272,37 @@ class DecodeStep:
         latent, self._head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to, copies)
         self._latent = self._keep(self._qr, latent)
 
+    def _key(self, full: int, group: int, table: StepTable) -> None:
+        """What the selection needs of compute: key and row written, and in some measured forms more."""
+        self._write(full, 0, group)
+        if self._ahead == "beside":
+            return
+        self._index_query = self._ask_keys(full)
+        if self._ahead == "scores":
+            assert self._scratch is not None, "scores come ahead on a device"
+            assert self._head_weights is not None, f"layer {full} makes a selection"
+            score_rows(
+                table.tensor, group, self._place_of, self._positions, self._index_query, self._head_weights, self._stage.layout.key, 0,
+                self._scratch, True,
+            )  # fmt: skip
+
+    def _ask_keys(self, full: int) -> Tensor:
+        """The index query; the scratch's counts are zero behind it."""
+        indexer = self._stage.model.layers[full].full_indexer
+        return indexer.project_query(self._latent, self._cos, self._sin, None if self._scratch is None else self._scratch.counts)
+
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan, head_weights = self._stage, self._plans[group], self._head_weights
-        cleared = None if self._scratch is None else self._scratch.counts
-        query = stage.model.layers[full].full_indexer.project_query(self._latent, self._cos, self._sin, cleared)
         assert head_weights is not None, f"layer {full} makes a selection"
-        select_places(
-            table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection, self._scratch,
-            cleared is not None,
-        )  # fmt: skip
+        if self._ahead == "scores":
+            assert self._scratch is not None, "scores come ahead on a device"
+            choose_rows(table.tensor, self._place_of, self._positions, 0, plan.selection, self._scratch)
+        else:
+            query = self._ask_keys(full) if self._index_query is None else self._index_query
+            select_places(
+                table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection,
+                self._scratch, self._scratch is not None,
+            )  # fmt: skip
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)

@@ -61,6 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selection", choices=("auto", "counted", "chunks", "pieces"), default="auto", help="how a device's steps select (auto)"
     )
+    parser.add_argument(
+        "--chain-start",
+        choices=("beside", "query", "scores"),
+        default="beside",
+        help="what of a selection comes ahead of the query (beside)",
+    )
     parser.add_argument("--urgent-selection", action="store_true", help="selections go before the products that run beside them")
 
 
@@ -69,6 +75,7 @@ def _choose_selection(options: Mapping[str, object]) -> None:
     from kernels.selection import scratch
     from streams.capture import GraphRecorder
 
+    scratch.measured_start = options["chain_start"]  # type: ignore[assignment]  # one of argparse's choices
     scratch.measured_form = options["selection"]  # type: ignore[assignment]  # one of argparse's choices
     GraphRecorder.urgent = ("selection",) if options["urgent_selection"] else ()
 

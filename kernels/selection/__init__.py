@@ -10,7 +10,7 @@ from kernels.place import on_cpu
 from kernels.selection import reference
 from kernels.selection.scratch import Scratch, SelectionForm
 
-__all__ = ["Scratch", "SelectionForm", "select_places"]
+__all__ = ["Scratch", "SelectionForm", "choose_rows", "score_rows", "select_places"]
 
 
 def select_places(
@@ -36,3 +36,20 @@ def select_places(
     assert scratch is not None, "a device's selection needs room for scores: the host knows no length"
     assert scratch.scores.shape[0] >= query.shape[0], f"{scratch.scores.shape[0]} rows of scores for {query.shape[0]} queries"
     kernel.select_places(table, group, place_of, positions, query, head_weights, layout, first, out, scratch, cleared)
+
+
+def score_rows(
+    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
+    first: int, scratch: Scratch, cleared: bool = False,
+) -> None:  # fmt: skip
+    """The first half of `select_places`, on a device alone: the scores and what is counted with them, left in the scratch."""
+    from kernels.selection import kernel
+
+    kernel.score_rows(table, group, place_of, positions, query, head_weights, layout, first, scratch, cleared)
+
+
+def choose_rows(table: Tensor, place_of: Tensor, positions: Tensor, first: int, out: Tensor, scratch: Scratch) -> None:
+    """The second half: the choice among the scores that `score_rows` of the same rows left. Arguments as there."""
+    from kernels.selection import kernel
+
+    kernel.choose_rows(table, place_of, positions, first, out, scratch)

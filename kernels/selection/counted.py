@@ -1,8 +1,9 @@
 """The choice of a step's rows whose digits were counted with their scores: two launches behind the scoring.
 
 The counts name the digit that holds a row's cut. `_collect` runs over chunks of positions: it tallies what lies above that digit and lists
-what lies in it, a few hundred ranks of a row. Every program of `_emit` then finds the cut in that list, two bits a pass until as many
-as are wanted reach it, and writes the chosen positions of its own chunk: tallies and list say how many places earlier chunks took, so the result is ascending without a sort.
+what lies in it, a few hundred ranks of a row. Every program of `_emit` then finds the cut in that list, two bits a pass until as many as
+are wanted reach it, and writes the chosen positions of its own chunk: tallies and list say how many places earlier chunks took, so the
+result is ascending without a sort.
 
 Invariants:
 1. Comparisons and integer sums only, so the choice is exact: ties at the cut are taken from the lowest position up, NaN ranks lowest.

@@ -17,7 +17,7 @@ from kernels.select.kernel import select
 from kernels.selection.counted import choose
 from kernels.selection.scratch import Scratch
 
-__all__ = ["select_places"]
+__all__ = ["choose_rows", "score_rows", "select_places"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 
@@ -34,26 +34,40 @@ def _ranges(table, place_of, positions, begin, first, last, rows, FIELDS: tl.con
     tl.store(last + row, end, mask=inside)
 
 
-def select_places(
+def score_rows(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor, scratch: Scratch, cleared: bool = False,
+    first: int, scratch: Scratch, cleared: bool,
 ) -> None:  # fmt: skip
     """See the package page."""
-    rows = query.shape[0]
+    if query.shape[0] == 0:
+        return
+    if scratch.counts is not None and not cleared:
+        scratch.counts.zero_()
+    score_places(table, group, place_of, positions, query, head_weights, layout, scratch.scores, scratch.counts, first)
+
+
+def choose_rows(table: Tensor, place_of: Tensor, positions: Tensor, first: int, out: Tensor, scratch: Scratch) -> None:
+    """See the package page."""
+    rows = out.shape[0]
     if rows == 0:
         return
     if scratch.counts is not None:
-        if not cleared:
-            scratch.counts.zero_()
-        score_places(table, group, place_of, positions, query, head_weights, layout, scratch.scores, scratch.counts, first)
         choose(table, place_of, positions, first, out, scratch)
         return
-    score_places(table, group, place_of, positions, query, head_weights, layout, scratch.scores)
     ranges = torch.empty((2, rows), dtype=torch.int64, device=out.device)
     _ranges[(triton.cdiv(rows, 32),)](
         table, place_of, positions, first, ranges[0], ranges[1], rows, FIELDS=table.shape[1], BLOCK=32, num_warps=1
     )
     select(scratch.scores[:rows], ranges[0], ranges[1], out.shape[1], out, scratch.chunk)
+
+
+def select_places(
+    table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
+    first: int, out: Tensor, scratch: Scratch, cleared: bool = False,
+) -> None:  # fmt: skip
+    """See the package page."""
+    score_rows(table, group, place_of, positions, query, head_weights, layout, first, scratch, cleared)
+    choose_rows(table, place_of, positions, first, out, scratch)
 
 
 COMPILE = [

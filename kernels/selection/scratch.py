@@ -11,6 +11,7 @@ __all__ = ["COUNTED_COLUMNS_MAX", "Scratch", "SelectionForm"]
 SelectionForm = Literal["auto", "chunks", "pieces", "counted"]
 
 measured_form: SelectionForm = "auto"  # what "auto" means, set by a bench before its engines open: until the forms have been compared
+measured_start: Literal["beside", "query", "scores"] = "beside"  # what of the chain is ahead of a layer's query; set likewise
 COUNTED_COLUMNS_MAX = 131_072  # longer rows have more undecided scores than a program looks through in passing
 _ROW_COUNTS = 512 + 32  # int32 a row, see `kernels/select/digits.py`
 
