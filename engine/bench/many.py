@@ -130,7 +130,7 @@ class Work:
 class Found(Protocol):
     """What a part found."""
 
-    complete: bool  # False: the time ran out before all was run, or a part is being run
+    complete: bool  # False: the time ran out, or something ended it, before all was run
 
     @property
     def trouble(self) -> str:

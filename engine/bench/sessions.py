@@ -25,6 +25,7 @@ from engine.bench.host import percentile
 from engine.bench.many import Piece, Work, absolute
 from engine.device import device_of
 from engine.engine import Engine
+from engine.errors import ForebayError
 
 __all__ = ["Decoded", "company_fields", "differs", "run_decode", "sha_of"]
 
@@ -44,6 +45,7 @@ class Decoded:
     proof: BlockProof | None = None
     parts: tuple[Parts, ...] = ()  # by session
     held: dict[str, Any] = field(default_factory=dict)
+    failed: str = ""  # what ended the run before its end; what was measured before stands
     bandwidth: float = 0.0  # bytes a second of a copy in the device, read plus written
 
     @property
@@ -87,7 +89,7 @@ class Decoded:
                 for each in self.together
             ],
             "blocks": None if self.proof is None else asdict(self.proof) | {"apart": self.proof.apart},
-            "session_device_bytes": [asdict(each) for each in self.parts], "held": self.held,
+            "session_device_bytes": [asdict(each) for each in self.parts], "held": self.held, "failed": self.failed or None,
         }  # fmt: skip
         if shown and times:
             first = [one.first_token_s[0] for one in self.alone]
@@ -127,7 +129,8 @@ class Decoded:
         proof = self.proof
         blocks = "" if proof is None else f"; {len(proof.blocks)} x {max(proof.blocks):,} blocks, {proof.shared} shared"
         tokens = min((len(one.token_ids[0]) for one in self.alone), default=0)
-        return f"first {tokens} tokens of {len(self.alone)} sessions as when alone{blocks}"
+        failed = f"; {self.failed}" if self.failed else ""
+        return f"first {tokens} tokens of {len(self.alone)} sessions as when alone{blocks}{failed}"
 
 
 def differs(some: Any, others: Any, names: tuple[str, str]) -> str:
@@ -195,7 +198,12 @@ async def _run(engine: Engine, found: Decoded, began_s: float, watch: Watch, pie
         if time.monotonic() - began_s > work.plan.limit_s:
             _log.warning("sessions.cut_short", before=count, seconds=round(time.monotonic() - began_s, 1))
             break
-        found.together.append(await fleet.turn(range(count), work.plan.new_tokens, f"{count} at once", watch))
+        try:
+            found.together.append(await fleet.turn(range(count), work.plan.new_tokens, f"{count} at once", watch))
+        except ForebayError as error:  # minutes of filling and measuring lie behind it
+            found.failed = str(error)
+            _log.error("sessions.failed", sessions=count, error=found.failed)
+            break
         _log.info("sessions.together", sessions=count, seconds=round(time.monotonic() - began_s, 1))
         if count == most:
             _look(engine, fleet, found)

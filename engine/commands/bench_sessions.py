@@ -1,7 +1,7 @@
 """`forebay bench sessions`: many long sessions in one engine, in this process.
 
-The table goes to standard output, all else to standard error; the JSON is written after every measured piece. Exit code: 0 outputs equal
-and everything as it is promised, 1 not, 2 a bad command line.
+The table goes to standard output, all else to standard error; the JSON is written after every measured piece. Exit code: 0 outputs equal,
+everything as it is promised and all of it run, 1 not, 2 a bad command line.
 """
 
 import argparse
@@ -95,7 +95,7 @@ async def _measure(work: "Work", target: Path | None) -> "Found":
 
 
 def run(invocation: Invocation) -> int:
-    """Returns 0 when outputs are equal and what is held is as promised, else 1. Raises ForebayError."""
+    """Returns 0 when outputs are equal, what is held is as promised, and all was run, else 1. Raises ForebayError."""
     target, plan = json_target(invocation.options), _plan(invocation)
     from engine.bench.many import prepared
 
@@ -107,8 +107,8 @@ def run(invocation: Invocation) -> int:
     if found.trouble:
         console.print(Text(f"NOTHING IS SAID OF SPEED: {found.trouble}", style="bold red"))
         return 1
-    console.print(Text(found.said() if found.complete else f"{found.said()}; the time ran out before all was run"))
-    return 0
+    console.print(Text(found.said() if found.complete else f"{found.said()}; not all was run"))
+    return 0 if found.complete else 1
 
 
 COMMAND = Command("sessions", "many long sessions that decode at once: steps, floors, memory, gaps", configure, run)
