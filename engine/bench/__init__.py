@@ -11,5 +11,7 @@ Parts
     timing.py   times of launches by graphs; cases.py, products.py, attention.py: single operations; kernels.py: they are checked and timed
     sweep.py    tilings of products, constants.py: constants of other kernels, tried against one another
     load.py     conversations of a seeded load; heard.py: what a request of it heard; serving.py: the load driven over HTTP
+    many.py     many long sessions: what is asked and will be held; parts.py: by name; company.py: sessions filled once, and their turns
+    sessions.py turns together, alone and against floors; placements.py: both placements; footprint.py, holdings.py: bytes; gap.py: waits
     round.py    one round of the hot cache, and attention by its plan
 """
