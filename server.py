@@ -29,10 +29,11 @@ from engine.http import SERVICE, answer, check_model, name_answer, observe, pars
 from engine.malformed import http_logger
 from engine.message_routes import add_message_routes
 from engine.protocol import EngineFace
+from engine.request_routes import add_request_routes
 from engine.response_routes import add_response_routes
 from engine.service import Service
 from engine.session_routes import add_session_routes
-from engine.shelf import open_shelf
+from engine.shelf import open_shelves
 from engine.watch_routes import add_watch_routes
 
 __all__ = ["CannotBind", "build_app", "main", "serve"]
@@ -111,6 +112,7 @@ def build_app(service: Service) -> web.Application:
     app.router.add_post("/tokenize", _tokenize)
     app.router.add_get("/v1/models", _models, allow_head=False)
     app.router.add_get("/v1/models/{model:.+}", _model, allow_head=False)
+    add_request_routes(app.router)
     add_response_routes(app.router)
     add_message_routes(app.router)
     add_session_routes(app.router)
@@ -153,10 +155,11 @@ async def serve(
     what opening raises.
     """
     service, signals = Service(config), Signals()
-    shelf = open_shelf(
-        config.sessions_dir, service.namespace, quota_bytes=config.sessions_quota_bytes, retention=service.retention
+    shelves = open_shelves(
+        config.sessions_dir, [account.namespace for account in service.accounts], quota_bytes=config.sessions_quota_bytes,
+        retention=service.retention,
     )  # fmt: skip
-    with shelf as service.shelf, signals.caught():
+    with shelves as service.shelves, signals.caught():
         async with listening(service) as address, AsyncExitStack() as stack:
             async with signals.until_signal():
                 engine = await stack.enter_async_context(open_engine())

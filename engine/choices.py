@@ -5,7 +5,7 @@ Knows the engine's face alone.
 1. The first choice reads the prompt. The others start when it has its first token, with the same token ids: where histories are kept they
    fork what it has of the prompt, else each reads it again. Their chunks are the same either way.
 2. What makes a request impossible is raised before the first chunk of any choice is handed out; what fails later ends all of them.
-3. Leaving the block ends every generation within one step.
+3. Leaving the block ends every generation within one step, and so does cancelling it from beside; the reader is then told so.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from engine.chunk import Chunk, Usage
+from engine.errors import RequestCancelled
 from engine.protocol import GenerationFace, Prompt
 from engine.sampling import Sampling
 
@@ -36,6 +37,7 @@ class Choices:
         self._taken: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(_WAITING_MAX)
         self._open = len(samplings)
         self._pumps: list[asyncio.Task[None]] = []
+        self._cancelled = False
 
     @property
     def first(self) -> GenerationFace:
@@ -58,8 +60,9 @@ class Choices:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(self._generate(self._prompt, self._samplings[0]))
+            first = self._generate(self._prompt, self._samplings[0])
             self._generations.append(first)
+            await stack.enter_async_context(first)
             self.prompt_ids = await first.prompt()
             if len(self._samplings) > 1:
                 await self._start_others(stack, first)
@@ -68,11 +71,13 @@ class Choices:
 
     async def _start_others(self, stack: AsyncExitStack, first: GenerationFace) -> None:
         begun = await anext(first, None)
+        self._check()
         assert begun is not None, "a generation has at least one chunk"
         self._taken.put_nowait((0, begun))
         for sampling in self._samplings[1:]:
             other = await stack.enter_async_context(self._generate(self.prompt_ids, sampling))
             self._generations.append(other)
+            self._check()
         group = asyncio.TaskGroup()
         await group.__aenter__()
         stack.push_async_callback(group.__aexit__, None, None, None)  # without the block's own error, which it would wrap
@@ -97,8 +102,26 @@ class Choices:
         return self
 
     async def __anext__(self) -> tuple[int, Chunk]:
-        if len(self._samplings) == 1:
-            return await self._next_of_one()
+        try:
+            item = await (self._next_of_one() if len(self._samplings) == 1 else self._next_of_any())
+        except StopAsyncIteration:
+            self._check()
+            raise
+        self._check()
+        return item
+
+    def _check(self) -> None:
+        """Raise RequestCancelled if somebody did."""
+        if self._cancelled:
+            raise RequestCancelled("the request was cancelled by its id")
+
+    async def cancel(self) -> None:
+        """End all of it within one step, from beside its reader, who gets RequestCancelled. Also before it is entered."""
+        self._cancelled = True
+        for generation in list(self._generations):
+            await generation.aclose()
+
+    async def _next_of_any(self) -> tuple[int, Chunk]:
         while self._open:
             choice, item = await self._taken.get()
             if isinstance(item, Exception):

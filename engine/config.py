@@ -7,6 +7,7 @@ import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from engine.api_keys import ApiKey
 from engine.errors import BadSetting
 
 __all__ = ["DRAFT_DEPTH_MAX", "HOT_ROWS", "EngineConfig", "ServerConfig"]
@@ -78,7 +79,8 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    api_key: str | None = field(default=None, repr=False)  # None: no key asked for
+    api_key: str | None = field(default=None, repr=False)  # asked for, without limits; what commands send
+    api_keys: tuple[ApiKey, ...] = ()  # of a file; with neither no key is asked for
     body_bytes_max: int = 32 * 2**20  # a million token ids as JSON take about 7 MiB
     drain_timeout_s: float = 30.0  # how long running requests may go on after SIGTERM
     log_format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal
@@ -86,6 +88,8 @@ class ServerConfig:
     sessions_quota_bytes: int = 0  # of a key's archives there; 0: none
     session_ttl_s: float = 0.0  # after its last use a session is removed, unless it was made with another age; 0: never
     metrics_open: bool = False  # whether /metrics answers without the key
+    request_timeout_s: float = 0.0  # the longest a request may take; 0: no limit
+    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask; "*": any
     responses_bytes: int = 256 * 2**20  # that a key's kept responses take; 0: none are kept
     responses_ttl_s: float = 86_400.0  # how long a response is kept for previous_response_id; 0: for ever
     synthetic_history: bool = False  # whether requests may begin with made-up rows, for measuring
@@ -98,6 +102,7 @@ class ServerConfig:
             ("drain_timeout_s", 0 <= self.drain_timeout_s <= 86_400, "between 0 and 86400 seconds"),
             ("sessions_quota_bytes", self.sessions_quota_bytes >= 0, "at least 0"),
             ("session_ttl_s", 0 <= self.session_ttl_s < 2**53, "at least 0 seconds"),
+            ("request_timeout_s", 0 <= self.request_timeout_s < 2**53, "at least 0 seconds"),
             ("responses_bytes", self.responses_bytes >= 0, "at least 0"),
             ("responses_ttl_s", 0 <= self.responses_ttl_s < 2**53, "at least 0 seconds"),
             ("log_format", self.log_format in ("auto", "json", "console"), "one of auto, json, console"),
@@ -115,4 +120,9 @@ class ServerConfig:
             loopback = ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             loopback = self.host == "localhost"
-        return self.api_key is None and not loopback
+        return not self.keys and not loopback
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All keys that are taken."""
+        return self.api_keys or (() if self.api_key is None else (ApiKey(self.api_key),))

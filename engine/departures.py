@@ -42,8 +42,7 @@ class Departures:
         self._requests_of = requests_of
         self._let_go = let_go
         self._wake = wake
-        self._archive: Callable[[SessionId], Awaitable[object]] | None = None
-        self._namespace = ""
+        self._archives: dict[str, Callable[[SessionId], Awaitable[object]]] = {}  # by namespace
         self._failed: set[Session] = set()  # tried since the last one left or somebody was refused
         self._next: Session | None = None
         self._asked, self._done = asyncio.Event(), asyncio.Event()
@@ -54,7 +53,7 @@ class Departures:
 
     def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
         """From now on sessions of a namespace leave. Args: archive: exports one to where it will be found again; raises ForebayError."""
-        self._archive, self._namespace = archive, namespace
+        self._archives[namespace] = archive
 
     @property
     def under_way(self) -> bool:
@@ -78,7 +77,7 @@ class Departures:
 
     def begin(self, *spared: Session | None) -> bool:
         """Let the next one leave, if none is leaving; returns False where nobody may, or all have been tried in vain."""
-        if self._next is None and self._archive is not None and not self._closing:
+        if self._next is None and self._archives and not self._closing:
             free = [one for one in self._by_use() if one not in spared and self._may_leave(one)]
             left = [one for one in free if one not in self._failed]
             if left:
@@ -102,7 +101,7 @@ class Departures:
 
     def _may_leave(self, session: Session) -> bool:
         at_rest = session.phase is Phase.READY and not session.busy and session.broken is None
-        mine = self.held.get(session.id) is session and session.namespace == self._namespace
+        mine = self.held.get(session.id) is session and session.namespace in self._archives
         return mine and at_rest and bool(session.tokens) and not self._expected(session)
 
     def _expected(self, session: Session) -> bool:
@@ -121,11 +120,12 @@ class Departures:
         return await self._leave(session)
 
     async def _leave(self, session: Session) -> bool:
-        assert self._archive is not None, "nobody said where archives go"
+        archive = self._archives.get(session.namespace)
+        assert archive is not None, "nobody said where archives go"
         if not session.idle or self._expected(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; archive it between its turns", field="session")
         before = (session.revision, len(session.tokens))
-        await self._archive(session.id)
+        await archive(session.id)
         changed = (session.revision, len(session.tokens)) != before
         if self.held.get(session.id) is not session or changed or not session.idle or self._expected(session):
             return False

@@ -9,7 +9,8 @@ from typing import Final, Literal, TypeAlias
 
 __all__ = [
     "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "FormBroken", "NeverFits",
-    "NotAdmitted", "QuotaExceeded", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong", "UnknownSession", "shown",
+    "NotAdmitted", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong",
+    "UnknownRequest", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -41,6 +42,7 @@ class ForebayError(Exception):
     status = 500
     kind = "internal_error"
     code: str | None = None  # as OpenAI names it, where clients act on one
+    retry = True  # whether clients that ask again of themselves may
 
 
 class BadSetting(ForebayError):
@@ -118,6 +120,31 @@ class QuotaExceeded(ForebayError):
     exit_code = 4
     status = 403
     kind = "quota_error"
+
+
+class UnknownRequest(BadRequest):
+    """No request of that id is running."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class RequestCancelled(ForebayError):
+    """Somebody ended the request by its id."""
+
+    status = 499  # a 409 would be asked again by clients of themselves
+    kind = "cancelled_error"
+    code = "request_cancelled"
+    retry = False
+
+
+class RequestTimedOut(ForebayError):
+    """The request took longer than the server lets any take."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "request_timeout"
+    retry = False
 
 
 class NeverFits(NotAdmitted):

@@ -7,7 +7,6 @@ Knows the service and aiohttp; knows no route.
 """
 
 import asyncio
-import hmac
 import math
 import re
 import uuid
@@ -19,13 +18,15 @@ from aiohttp import web
 
 from engine import api
 from engine.api.message_writer import anthropic_error
+from engine.api_keys import Account, find_account
+from engine.cross_origin import asks_beforehand, cross_origin, permission
 from engine.errors import BadModel, BadRequest, ForebayError
 from engine.malformed import MALFORMED
 from engine.protocol import EngineFace
 from engine.request_record import RequestRecord
 from engine.service import Service
 
-__all__ = ["RECORD", "SERVICE", "HttpError", "Route", "answer", "check_model", "name_answer", "observe", "parsed"]
+__all__ = ["ACCOUNT", "RECORD", "SERVICE", "HttpError", "Route", "answer", "check_model", "name_answer", "observe", "parsed"]
 
 log = structlog.get_logger()
 
@@ -54,6 +55,7 @@ class HttpError(ForebayError):
 
 SERVICE = web.AppKey("SERVICE", Service)
 RECORD = web.RequestKey("RECORD", RequestRecord)
+ACCOUNT = web.RequestKey("ACCOUNT", Account)  # where the path is not open to everybody
 
 
 def answer(body: Mapping[str, object] | bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -71,6 +73,8 @@ def _failure(error: BaseException, request: web.Request) -> web.Response:
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, ForebayError) and not error.retry:
+        headers["X-Should-Retry"] = "false"  # which both vendors' packages obey
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return answer(body, status, headers)
@@ -94,16 +98,22 @@ def _refusal(error: web.HTTPException, request: web.Request) -> web.StreamRespon
 
 def _authorise(request: web.Request) -> None:
     """Raises HttpError 401. Compared in constant time."""
-    config = request.app[SERVICE].config
-    key, path = config.api_key, request.path
-    if key is None or path in _OPEN_PATHS or _PAGE_PATH.fullmatch(path) or (config.metrics_open and path == "/metrics"):
+    service, path = request.app[SERVICE], request.path
+    config = service.config
+    if not config.keys:
+        (request[ACCOUNT],) = service.accounts
+        return
+    if path in _OPEN_PATHS or _PAGE_PATH.fullmatch(path) or (config.metrics_open and path == "/metrics"):
         return
     scheme, _, sent = request.headers.get("Authorization", "").partition(" ")
     if not sent and "X-Api-Key" in request.headers:  # how Anthropic's clients send it
         scheme, sent = "bearer", request.headers["X-Api-Key"]
     given = sent.strip().encode("utf-8", "surrogateescape")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given, key.encode()):
+    found = find_account(service.accounts, given) if scheme.lower() == "bearer" else None
+    if found is None:
         raise HttpError(401, "send the server's key as 'Authorization: Bearer KEY'", kind="authentication_error", code="invalid_api_key")
+    request[ACCOUNT] = found
+    request[RECORD].key_name = found.name
 
 
 @web.middleware
@@ -114,8 +124,11 @@ async def observe(request: web.Request, handler: Route) -> web.StreamResponse:
     response: web.StreamResponse
     try:
         try:
-            _authorise(request)
-            response = await handler(request)
+            if asks_beforehand(request, _origins(request)):
+                response = permission(request)
+            else:
+                _authorise(request)
+                response = await handler(request)
         except web.HTTPException as error:
             response = _refusal(error, request)
         except BadModel as error:  # a request that needs a tokenizer or template that this model does not have
@@ -148,8 +161,13 @@ def _pattern(request: web.Request) -> str:
     return "" if resource is None else resource.canonical
 
 
+def _origins(request: web.Request) -> tuple[str, ...]:
+    return request.app[SERVICE].config.origins
+
+
 async def name_answer(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request[RECORD].request_id
+    response.headers.update(cross_origin(request, _origins(request)))
 
 
 async def _body(request: web.Request) -> bytes:

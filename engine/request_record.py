@@ -28,6 +28,7 @@ class RequestRecord:
     first: float | None = None
     ended: float = 0.0  # once it was written
     finish_reason: str | None = None
+    key_name: str = ""
 
     def saw(self, chunk: Chunk, usage: Usage) -> None:
         """Count a chunk of the answer; `usage` is that of all choices."""
@@ -39,6 +40,8 @@ class RequestRecord:
         """Write the line; `quiet` ones (probes) only show when debugging."""
         self.ended = now = time.perf_counter()
         line: dict[str, object] = {"request_id": self.request_id, "method": method, "path": path, "status": self.status}
+        if self.key_name:
+            line["key"] = self.key_name
         if self.session_id is not None or self.finish_reason is not None:
             line |= {"session_id": self.session_id, "prompt_tokens": self.usage.prompt_tokens}
             line |= {"completion_tokens": self.usage.completion_tokens, "finish_reason": self.finish_reason}

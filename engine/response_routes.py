@@ -20,7 +20,7 @@ from engine.api.response_writer import ResponseWriter
 from engine.api.translate import template_arguments
 from engine.errors import BadRequest
 from engine.generating import generating
-from engine.http import SERVICE, answer
+from engine.http import ACCOUNT, SERVICE, answer
 from engine.protocol import Prompt
 
 __all__ = ["add_response_routes"]
@@ -34,12 +34,13 @@ def add_response_routes(router: web.UrlDispatcher) -> None:
     router.add_get("/v1/responses/{response}", _read, allow_head=False)
     router.add_get("/v1/responses/{response}/input_items", _input_items, allow_head=False)
     router.add_delete("/v1/responses/{response}", _delete)
+    router.add_post("/v1/responses/{response}/cancel", _cancel)
 
 
 def _kept(request: web.Request) -> KeptResponses:
     service = request.app[SERVICE]
     service.admitted()
-    return service.responses
+    return service.responses[request[ACCOUNT].namespace]
 
 
 def _new_id(request_id: str) -> str:
@@ -81,6 +82,13 @@ async def _delete(request: web.Request) -> web.StreamResponse:
     name = request.match_info["response"]
     _kept(request).remove(name)
     return answer(api.encode(ResponseDeleted(id=name)))
+
+
+async def _cancel(request: web.Request) -> web.StreamResponse:
+    """End one that is running, as `/v1/requests/{id}/cancel` does; what it had said its own stream has told."""
+    name = request.match_info["response"]
+    await request.app[SERVICE].requests.end(request[ACCOUNT].namespace, name)
+    return answer(api.encode({"id": name, "object": "response", "status": "cancelled", "output": []}))
 
 
 async def _input_items(request: web.Request) -> web.StreamResponse:

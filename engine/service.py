@@ -6,7 +6,6 @@
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -15,11 +14,13 @@ from functools import partial
 import structlog
 
 from engine.api.response_turns import KeptResponses
+from engine.api_keys import Account
 from engine.config import ServerConfig
 from engine.errors import ForebayError
 from engine.metrics import Metrics
 from engine.protocol import EngineFace, SessionId
 from engine.retention import Retention
+from engine.running_requests import RunningRequests
 from engine.shelf import Shelf
 
 __all__ = ["NotServing", "Service"]
@@ -44,13 +45,13 @@ class Service:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: EngineFace | None = None
-        self.shelf: Shelf | None = None  # where sessions are kept on disk
+        self.accounts = [Account(key) for key in config.keys] or [Account(None)]
+        self.shelves: dict[str, Shelf] = {}  # where sessions are kept on disk, by namespace; empty: nowhere
         self.retention = Retention(config.session_ttl_s)
         self.metrics = Metrics()
-        self.responses = KeptResponses(config.responses_bytes, config.responses_ttl_s)
+        self.responses = {each.namespace: KeptResponses(config.responses_bytes, config.responses_ttl_s) for each in self.accounts}
+        self.requests = RunningRequests()
         self.created = int(time.time())
-        # Whose sessions and stored histories are met: everybody's with the key. The key itself is kept nowhere else.
-        self.namespace = "" if config.api_key is None else hashlib.sha256(config.api_key.encode()).hexdigest()
         self._draining = False
         self._running: list[asyncio.Task[object]] = []
         self._idle = asyncio.Event()
@@ -68,19 +69,20 @@ class Service:
             raise NotServing(f"the server is {self.state}; try again later")
         return self.engine
 
-    async def restored(self, session_id: str) -> EngineFace:
+    async def restored(self, session_id: str, namespace: str) -> EngineFace:
         """The engine, holding the session if that lies on disk. Raises NotServing, ArchiveRefused, ArchiveFailed, NotAdmitted."""
-        if self.shelf is not None:
+        shelf = self.shelves.get(namespace)
+        if shelf is not None:
             with self.running():
-                await self.shelf.restore(self.admitted, session_id)
+                await shelf.restore(self.admitted, session_id)
         return self.admitted()
 
     def opened(self, engine: EngineFace) -> None:
         """The engine is open: idle sessions have a place to leave for, if the server has one."""
         self.engine = engine
         self.metrics.opened(engine.instruments, {"model": engine.model_name, "placement": engine.config.placement})
-        if self.shelf is not None:
-            engine.departures.archive_with(partial(self.shelf.export, engine), self.namespace)
+        for namespace, shelf in self.shelves.items():
+            engine.departures.archive_with(partial(shelf.export, engine), namespace)
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:
@@ -109,16 +111,21 @@ class Service:
 
     async def expire(self) -> None:
         """Remove every session and kept response whose time has come. Raises ArchiveFailed."""
-        self.responses.expire()
-        engine = self.engine
-        if engine is None or self.state != "ready" or not self.retention.any_age:
-            return
-        due = [view.id for view in engine.sessions.values() if view.namespace == self.namespace and self.retention.due(view)]
-        if self.shelf is not None:
-            archived = await self.shelf.ages()
+        for responses in self.responses.values():
+            responses.expire()
+        for account in self.accounts:
+            engine = self.engine
+            if engine is None or self.state != "ready" or not self.retention.any_age:
+                return
+            await self._expire_of(engine, account.namespace)
+
+    async def _expire_of(self, engine: EngineFace, namespace: str) -> None:
+        due = [view.id for view in engine.sessions.values() if view.namespace == namespace and self.retention.due(view)]
+        if namespace in self.shelves:
+            archived = await self.shelves[namespace].ages()
             due += [SessionId(name) for name, used_at in archived.items() if self._is_due(name, used_at)]
         for session_id in dict.fromkeys(due):
-            if await self.remove(session_id, due=partial(self._is_due, session_id)):
+            if await self.remove(session_id, namespace, due=partial(self._is_due, session_id)):
                 log.info("session.expired", session_id=session_id)
 
     def _is_due(self, session_id: str, used_at: float) -> bool:
@@ -126,14 +133,14 @@ class Service:
         view = self.engine.sessions.get(SessionId(session_id))
         return self.retention.due_at(session_id, used_at) if view is None else self.retention.due(view)
 
-    async def remove(self, session_id: str, *, due: Callable[[float], bool] | None = None) -> bool:
+    async def remove(self, session_id: str, namespace: str, *, due: Callable[[float], bool] | None = None) -> bool:
         """Close a session and remove its archive; returns whether there was either. Args: due: as `Shelf.remove`'s."""
         engine = self.admitted()
-        if self.shelf is not None:
-            found = await self.shelf.remove(engine, session_id, due=due)
+        if namespace in self.shelves:
+            found = await self.shelves[namespace].remove(engine, session_id, due=due)
         else:
             view = engine.sessions.get(SessionId(session_id))
-            found = view is not None and view.namespace == self.namespace and (due is None or due(view.used_at))
+            found = view is not None and view.namespace == namespace and (due is None or due(view.used_at))
             if found:
                 await engine.close_session(SessionId(session_id))
         if found:
@@ -169,8 +176,10 @@ class Service:
 
     async def keep(self) -> None:
         """Bring the sessions to disk, where there is a place for them."""
-        if self.engine is not None and self.shelf is not None:
-            await self.shelf.keep(self.engine, self.config.drain_timeout_s)
+        if self.engine is not None:
+            async with asyncio.TaskGroup() as group:
+                for shelf in self.shelves.values():
+                    group.create_task(shelf.keep(self.engine, self.config.drain_timeout_s), name="sessions to disk")
 
     async def cut(self) -> None:
         """Cancel every request that still runs and wait until each has let go of its generation."""

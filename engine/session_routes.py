@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from engine import api
 from engine.api.sessions import SessionCard, parse_create
 from engine.errors import BadRequest, SessionBusy, UnknownSession
-from engine.http import SERVICE, answer, parsed
+from engine.http import ACCOUNT, SERVICE, answer, parsed
 from engine.protocol import EngineFace, SessionId, SessionView
 from engine.service import Service
 from engine.shelf import Shelf
@@ -41,19 +41,28 @@ def add_session_routes(router: web.UrlDispatcher) -> None:
 async def _found(request: web.Request) -> tuple[EngineFace, SessionView]:
     """The engine and the session that the path names, restored if need be. Raises UnknownSession and what restoring raises."""
     service, name = request.app[SERVICE], request.match_info["session"]
-    engine = await service.restored(name)
-    return engine, _view(engine, SessionId(name), service.namespace)
+    engine = await service.restored(name, _namespace(request))
+    return engine, _view(engine, SessionId(name), _namespace(request))
 
 
-def _is_held(engine: EngineFace, session_id: str, service: Service) -> bool:
+def _namespace(request: web.Request) -> str:
+    return request[ACCOUNT].namespace
+
+
+def _is_held(engine: EngineFace, session_id: str, request: web.Request) -> bool:
     view = engine.sessions.get(SessionId(session_id))
-    return view is not None and view.namespace == service.namespace
+    return view is not None and view.namespace == _namespace(request)
 
 
-def _shelf(service: Service) -> Shelf:
-    if service.shelf is None:
+def _any_shelf(request: web.Request) -> Shelf | None:
+    return request.app[SERVICE].shelves.get(_namespace(request))
+
+
+def _shelf(request: web.Request) -> Shelf:
+    shelf = _any_shelf(request)
+    if shelf is None:
         raise BadRequest("this server keeps no sessions on disk; start it with --sessions-dir DIR")
-    return service.shelf
+    return shelf
 
 
 def _view(engine: EngineFace, session_id: SessionId, namespace: str) -> SessionView:
@@ -76,16 +85,17 @@ async def _create(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = await _asked(request, parse_create)
     engine = service.admitted()
-    made = await engine.create_session(service.namespace)
+    made = await engine.create_session(_namespace(request))
     service.retention.give(made, asked.ttl)
-    return answer(api.encode(_card(service, _view(engine, made, service.namespace))), 201)
+    return answer(api.encode(_card(service, _view(engine, made, _namespace(request)))), 201)
 
 
 async def _list(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     service.admitted()
-    archived = [] if service.shelf is None else await service.shelf.archived()
-    views = {view.id: view for view in service.admitted().sessions.values() if view.namespace == service.namespace}
+    shelf = _any_shelf(request)
+    archived = [] if shelf is None else await shelf.archived()
+    views = {view.id: view for view in service.admitted().sessions.values() if view.namespace == _namespace(request)}
     disk_bytes = {each.view.id: each.disk_bytes for each in archived}
     cards = [_card(service, view, disk_bytes.get(view.id, UNSET)) for view in views.values()]
     cards += [_card(service, each.view, each.disk_bytes) for each in archived if each.view.id not in views]
@@ -96,13 +106,14 @@ async def _read(request: web.Request) -> web.StreamResponse:
     service, name, wanted = request.app[SERVICE], request.match_info["session"], request.query.get("include", "")
     engine = service.admitted()
     disk_bytes: int | UnsetType = UNSET
-    if service.shelf is not None and not _is_held(engine, name, service):
-        found, ids = await service.shelf.find(name)
+    shelf = _any_shelf(request)
+    if shelf is not None and not _is_held(engine, name, request):
+        found, ids = await shelf.find(name)
         view, disk_bytes = found.view, found.disk_bytes
     else:
-        view = _view(engine, SessionId(name), service.namespace)
+        view = _view(engine, SessionId(name), _namespace(request))
         ids = list(view.token_ids) if wanted else []
-        found_bytes = None if service.shelf is None else await service.shelf.disk_bytes(name)
+        found_bytes = None if shelf is None else await shelf.disk_bytes(name)
         disk_bytes = UNSET if found_bytes is None else found_bytes
     if wanted not in ("", "tokens"):
         raise api.unknown_include(wanted)
@@ -115,7 +126,7 @@ async def _read(request: web.Request) -> web.StreamResponse:
 
 async def _delete(request: web.Request) -> web.StreamResponse:
     service, name = request.app[SERVICE], request.match_info["session"]
-    if not await service.remove(name):
+    if not await service.remove(name, _namespace(request)):
         raise UnknownSession(f"no session {name[:80]!r}", field="session")
     return answer(api.encode(api.SessionDeleted(id=name)))
 
@@ -123,19 +134,19 @@ async def _delete(request: web.Request) -> web.StreamResponse:
 async def _export(request: web.Request) -> web.StreamResponse:
     await _asked(request, api.parse_nothing)
     service, name = request.app[SERVICE], request.match_info["session"]
-    engine, shelf = service.admitted(), _shelf(service)
+    engine, shelf = service.admitted(), _shelf(request)
     disk_bytes: int | UnsetType = UNSET
-    if _is_held(engine, name, service):
+    if _is_held(engine, name, request):
         with service.running(), suppress(UnknownSession):  # it may leave by itself before its turn comes
             disk_bytes = await shelf.export(engine, SessionId(name))
-    return await _found_card(service, name, disk_bytes)
+    return await _found_card(request, name, disk_bytes)
 
 
 async def _archive(request: web.Request) -> web.StreamResponse:
     await _asked(request, api.parse_nothing)
     service, name = request.app[SERVICE], request.match_info["session"]
-    engine, shelf = service.admitted(), _shelf(service)
-    if _is_held(engine, name, service):
+    engine, shelf = service.admitted(), _shelf(request)
+    if _is_held(engine, name, request):
         with service.running(), suppress(UnknownSession):
             if not await engine.departures.archive(SessionId(name)):
                 raise SessionBusy(f"session {name} was asked for while it was archived, and stays; archive it later", field="session")
@@ -143,24 +154,25 @@ async def _archive(request: web.Request) -> web.StreamResponse:
     return answer(api.encode(_card(service, found.view, found.disk_bytes)))
 
 
-async def _found_card(service: Service, name: str, disk_bytes: int | UnsetType) -> web.StreamResponse:
+async def _found_card(request: web.Request, name: str, disk_bytes: int | UnsetType) -> web.StreamResponse:
     """The card of a session, wherever it is by now."""
+    service = request.app[SERVICE]
     engine = service.admitted()
-    if _is_held(engine, name, service):
-        return answer(api.encode(_card(service, _view(engine, SessionId(name), service.namespace), disk_bytes)))
-    found, _ = await _shelf(service).find(name)
+    if _is_held(engine, name, request):
+        return answer(api.encode(_card(service, _view(engine, SessionId(name), _namespace(request)), disk_bytes)))
+    found, _ = await _shelf(request).find(name)
     return answer(api.encode(_card(service, found.view, found.disk_bytes)))
 
 
 async def _import(request: web.Request) -> web.StreamResponse:
     asked = await parsed(request, api.parse_import)
     service = request.app[SERVICE]
-    engine, shelf = service.admitted(), _shelf(service)
-    if _is_held(engine, asked.id, service):
+    engine, shelf = service.admitted(), _shelf(request)
+    if _is_held(engine, asked.id, request):
         raise SessionBusy(f"session {asked.id} is held already; use it, or delete it first", field="id")
     await shelf.find(asked.id)
-    engine = await service.restored(asked.id)
-    return answer(api.encode(_card(service, _view(engine, SessionId(asked.id), service.namespace))))
+    engine = await service.restored(asked.id, _namespace(request))
+    return answer(api.encode(_card(service, _view(engine, SessionId(asked.id), _namespace(request)))))
 
 
 async def _fork(request: web.Request) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.api_keys import ApiKey, parse_keys
 from engine.config import EngineConfig, ServerConfig
 from engine.errors import BadSetting
 
@@ -25,6 +26,7 @@ __all__ = ["NOT_BUILT", "SETTINGS", "Setting", "Settings", "add_flags", "nearest
 
 _PREFIX = "FOREBAY_"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?)B?|B)?", re.IGNORECASE)
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s,]+")
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
@@ -100,6 +102,14 @@ def parse_decimal(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError("a positive number")
     return value
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Origins as browsers send them, with commas between, or `*`."""
+    origins = tuple(origin.strip() for origin in text.split(","))
+    if not all(_ORIGIN.fullmatch(origin) for origin in origins):
+        raise ValueError("* or origins like https://chat.example.org, without a path")
+    return origins
 
 
 def parse_share(text: str) -> float:
@@ -199,13 +209,15 @@ SETTINGS: dict[str, Setting] = _table(
         ("host", "server.host", parse_text, "ADDRESS", "address to listen on"),
         ("port", "server.port", parse_integer, "N", "port to listen on; 0: any free one"),
         ("api_key", "server.api_key", parse_text, "KEY", "key that requests must carry; a file does not show in a list of processes"),
-        ("api_key_file", "api_key_file", parse_text, "FILE", "file that holds the key"),
+        ("api_key_file", "server.api_keys", parse_text, "FILE", "file of keys, one a line: [name:]key [requests=N] [tokens_per_minute=N]"),
         ("metrics_open", "server.metrics_open", parse_switch, "", "answer /metrics without the key"),
         ("body_max", "server.body_bytes_max", parse_size, "SIZE", "largest request body"),
         ("drain_timeout", "server.drain_timeout_s", parse_seconds, "SECONDS", "how long running requests may go on after SIGTERM"),
         ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),
         ("sessions_quota", "server.sessions_quota_bytes", parse_size, "SIZE", "most that a key's archives may take of it; auto: no limit"),
         ("session_ttl", "server.session_ttl_s", parse_age, "AGE", "remove a session this long after its last use, like 90m or 7d"),
+        ("request_timeout", "server.request_timeout_s", parse_age, "AGE", "end a request that takes longer, like 10m; off: none"),
+        ("cors_origin", "server.origins", parse_origins, "ORIGIN", "pages of these origins may ask, with commas between; *: all"),
         ("responses_memory", "server.responses_bytes", parse_size, "SIZE", "what a key's kept /v1/responses may take; 0: none are kept"),
         ("responses_ttl", "server.responses_ttl_s", parse_age, "AGE", "forget a kept response after this long, like 12h; off: never"),
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
@@ -313,14 +325,15 @@ def _settle_rivals(given: dict[str, _Given]) -> None:
         del given[one if given[one].rank > given[other].rank else other]
 
 
-def _read_key(path: str, source: str) -> str:
+def _read_keys(path: str, source: str) -> tuple[ApiKey, ...]:
     try:
-        key = Path(path).read_text().strip()
+        text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadSetting(f"{source}: cannot read {path}: {getattr(error, 'strerror', None) or 'not text'}") from error
-    if not key:
-        raise BadSetting(f"{source}: {path} is empty")
-    return key
+    try:
+        return parse_keys(text)
+    except ValueError as error:
+        raise BadSetting(f"{source}: {path}: {error}") from None
 
 
 def resolve(options: Mapping[str, object], environment: Mapping[str, str]) -> Settings:
@@ -342,8 +355,9 @@ def resolve(options: Mapping[str, object], environment: Mapping[str, str]) -> Se
         except ValueError as error:
             raise BadSetting(f"{item.source} must be {error}, not {item.text!r}") from None
     own = values[""]
-    if "api_key_file" in own:
-        values["server"]["api_key"] = _read_key(own["api_key_file"], given["api_key_file"].source)
+    if "api_keys" in values["server"]:
+        keys = _read_keys(values["server"]["api_keys"], given["api_key_file"].source)
+        values["server"] |= {"api_keys": keys, "api_key": keys[0].secret}
     engine, server = EngineConfig(**values["engine"]), ServerConfig(**values["server"])
     return Settings(
         engine=engine, server=server, model=own.get("model"), demo=own.get("demo", False), interactive=_interactive(environment)

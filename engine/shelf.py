@@ -15,7 +15,7 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from engine.errors import ArchiveRefused, BadSetting, ForebayError, NotAdmitted,
 from engine.protocol import EngineFace, SessionId, SessionView
 from engine.retention import Retention, forget_age, read_age, write_age
 
-__all__ = ["Archived", "Shelf", "open_shelf"]
+__all__ = ["Archived", "Shelf", "open_shelves"]
 
 _ID: Final = re.compile(r"[0-9a-f]{16}")
 _NAMESPACE_DIGITS: Final = 32  # of a key's hash; no session has an id of this length
@@ -51,15 +51,15 @@ class Archived:
 
 
 @contextmanager
-def open_shelf(
-    path: str, namespace: str, *, quota_bytes: int = 0, retention: Retention | None = None
-) -> Iterator["Shelf | None"]:  # fmt: skip
-    """A server's shelf for the length of the block; None where `path` is empty. Made if absent.
+def open_shelves(
+    path: str, namespaces: Sequence[str] = ("",), *, quota_bytes: int = 0, retention: Retention | None = None
+) -> Iterator[dict[str, "Shelf"]]:  # fmt: skip
+    """A server's shelves for the length of the block, by namespace; none where `path` is empty. Made if absent.
 
     Args: see Shelf. Raises: BadSetting: it cannot be written, or another server has it.
     """
     if not path:
-        yield None
+        yield {}
         return
     try:
         Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are in it
@@ -73,9 +73,10 @@ def open_shelf(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise BadSetting(f"--sessions-dir: another server uses {path}; choose another directory") from error
-        shelf = Shelf(Path(path), namespace, quota_bytes=quota_bytes, retention=retention)
-        shelf.sweep()
-        yield shelf
+        shelves = {each: Shelf(Path(path), each, quota_bytes=quota_bytes, retention=retention) for each in namespaces}
+        for shelf in shelves.values():
+            shelf.sweep()
+        yield shelves
     finally:
         os.close(lock)
 

@@ -16,7 +16,7 @@ from typing import Final
 from aiohttp import web
 
 from engine.errors import NotAdmitted
-from engine.http import SERVICE
+from engine.http import ACCOUNT, SERVICE
 from engine.live import EVERY_S, snapshot
 from engine.measures import ActivityFace
 from engine.service import Service
@@ -84,13 +84,13 @@ async def _live(request: web.Request) -> web.StreamResponse:
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         )
         await response.prepare(request)
-        await _tell(service, response)
+        await _tell(service, response, request[ACCOUNT].namespace)
         return response
     finally:
         watchers.discard(mark)
 
 
-async def _tell(service: Service, response: web.StreamResponse) -> None:
+async def _tell(service: Service, response: web.StreamResponse, namespace: str) -> None:
     """Snapshots until the server drains or the engine has closed; raises ConnectionError when the watcher has left."""
     activity: ActivityFace | None = None
     with ExitStack() as stack:
@@ -100,7 +100,7 @@ async def _tell(service: Service, response: web.StreamResponse) -> None:
                 break
             if engine is not None and activity is None:
                 activity = stack.enter_context(engine.instruments.watch())
-            payload = snapshot(service, activity, service.namespace)
+            payload = snapshot(service, activity, namespace)
             await response.write(b"data: " + payload + b"\n\n")
             await asyncio.sleep(EVERY_S)
     await response.write(b'data: {"state": "draining"}\n\n')

@@ -172,7 +172,9 @@ class FakeGeneration:
             if isinstance(item, asyncio.Event):
                 if not item.is_set():
                     self.paused.set()
-                await item.wait()
+                if await self._left_before(item):
+                    self.ended = True
+                    return Chunk("", (), Usage(3, self.produced), finish_reason="abort")
             elif isinstance(item, BaseException):
                 self.ended = True
                 raise item
@@ -181,6 +183,16 @@ class FakeGeneration:
                 self.ended = item.finish_reason is not None
                 return item
         raise StopAsyncIteration
+
+    async def _left_before(self, event: asyncio.Event) -> bool:
+        """Wait for an event, or until somebody beside the reader leaves; returns whether that was first."""
+        waits = [asyncio.ensure_future(each.wait()) for each in (event, self.closed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+        return not event.is_set()
 
     async def __aenter__(self) -> Self:
         await self.prompt()

@@ -20,7 +20,7 @@ from engine.engine import Engine
 from engine.errors import NotAdmitted
 from engine.retention import Retention, read_age, write_age
 from engine.service import Service
-from engine.shelf import open_shelf
+from engine.shelf import open_shelves
 from server import listening
 from tests.fake_engine import FakeEngine, words
 from tests.test_server_sessions import DEMO, call, turn
@@ -47,9 +47,12 @@ async def kept(
     service = Service(ServerConfig(port=0, **server))
     if clock is not None:
         service.retention.now = clock
-    with open_shelf(
-        "" if path is None else str(path), service.namespace, quota_bytes=service.config.sessions_quota_bytes, retention=service.retention
-    ) as service.shelf:
+    with open_shelves(
+        "" if path is None else str(path),
+        [service.accounts[0].namespace],
+        quota_bytes=service.config.sessions_quota_bytes,
+        retention=service.retention,
+    ) as service.shelves:
         async with Engine.open(DEMO, config) as engine, listening(service) as address, aiohttp.ClientSession(address) as client:
             service.opened(engine)
             yield service, engine, client

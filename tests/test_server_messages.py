@@ -218,8 +218,9 @@ async def test_errors_have_anthropics_shape() -> None:
             stream = await client.messages.create(**ASKED, stream=True)
             with pytest.raises(anthropic.APIStatusError, match=said):
                 [event async for event in stream]
-        with pytest.raises(anthropic.ConflictError):
+        with pytest.raises(anthropic.APIStatusError) as ended:
             await client.messages.create(**ASKED)
+        assert ended.value.status_code == 499
         with pytest.raises(anthropic.NotFoundError) as missing:
             await client.messages.create(**{**ASKED, "model": "claude"})
         assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index,call-overload]

@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.errors import BadSetting
 from engine.protocol import EngineFace
 from engine.service import Service
-from engine.shelf import Shelf, open_shelf
+from engine.shelf import Shelf, open_shelves
 from server import listening, serve
 from tests.fake_engine import FakeEngine, words
 from tests.test_server_sessions import DEMO, call, turn
@@ -38,7 +38,7 @@ async def shelved(path: Path, config: EngineConfig = CONFIG, key: str | None = N
     """The demo model served with a directory of archives. Leaving the block keeps nothing, as a kill does."""
     service = Service(ServerConfig(port=0, api_key=key))
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with open_shelf(str(path), service.namespace) as service.shelf:
+    with open_shelves(str(path), [service.accounts[0].namespace]) as service.shelves:
         async with (
             Engine.open(DEMO, config) as engine,
             listening(service) as address,
@@ -267,12 +267,12 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     """A file, a directory below one, and one that another server has are refused in one line that names the flag."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(BadSetting, match=r"--sessions-dir: cannot write .*; choose another"), open_shelf(str(path), ""):
+        with pytest.raises(BadSetting, match=r"--sessions-dir: cannot write .*; choose another"), open_shelves(str(path)):
             pass
-    with open_shelf(str(tmp_path), ""), pytest.raises(BadSetting, match="another server uses"), open_shelf(str(tmp_path), ""):
+    with open_shelves(str(tmp_path)), pytest.raises(BadSetting, match="another server uses"), open_shelves(str(tmp_path)):
         pass
-    with open_shelf("", "") as none:
-        assert none is None
+    with open_shelves("") as none:
+        assert none == {}
 
 
 def test_what_a_killed_first_export_left_is_swept(tmp_path: Path) -> None:
@@ -287,8 +287,8 @@ def test_what_a_killed_first_export_left_is_swept(tmp_path: Path) -> None:
         (tmp_path / name / file).write_text("x")
     (tmp_path / ("d" * 16)).mkdir()
     (tmp_path / ("d" * 16) / "manifest.json").write_text("x")
-    with open_shelf(str(tmp_path), "") as shelf:
-        assert isinstance(shelf, Shelf)
+    with open_shelves(str(tmp_path)) as shelves:
+        assert isinstance(shelves[""], Shelf)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d" * 16, "e" * 16, "notes"]
     assert (tmp_path / ("e" * 16) / "mine.txt").exists()
 

@@ -149,7 +149,7 @@ def test_the_key_file_is_read_and_the_key_is_never_shown(tmp_path: Path) -> None
     assert settings.server.api_key == "s3cret-key"
     assert "s3cret" not in repr(settings)
     path.write_text("\n")
-    with pytest.raises(BadSetting, match="is empty"):
+    with pytest.raises(BadSetting, match="holds no key"):
         resolve({"api_key_file": str(path)}, {})
     with pytest.raises(BadSetting, match="cannot read"):
         resolve({"api_key_file": str(tmp_path / "none")}, {})

@@ -19,9 +19,9 @@ from engine.api.message_shapes import Block, Json, MessageBody, MessageUsage, Te
 from engine.api.parts import Part, Parts, Step
 from engine.api.responses import encode
 from engine.chunk import Chunk, Usage
-from engine.errors import ForebayError
+from engine.errors import RequestCancelled
 
-__all__ = ["Aborted", "MessageWriter", "anthropic_error"]
+__all__ = ["MessageWriter", "anthropic_error"]
 
 _SIGNATURE = "forebay"
 _TYPE_OF = {  # by status
@@ -30,13 +30,6 @@ _TYPE_OF = {  # by status
 }  # fmt: skip
 _STOP_OF = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _CONTEXT = "context_length_exceeded"
-
-
-class Aborted(ForebayError):
-    """Somebody ended the request by its id, or its session was closed."""
-
-    status = 409
-    kind = "conflict_error"
 
 
 def anthropic_error(status: int, body: dict[str, object], request_id: str) -> dict[str, object]:
@@ -70,7 +63,7 @@ class MessageWriter:
     def end(self, usage: Usage) -> bytes:
         try:
             body = self._body(usage)
-        except Aborted as error:
+        except RequestCancelled as error:
             return self.failure(error)
         extra = {} if body.session is msgspec.UNSET else {"session": body.session}
         delta = {"stop_reason": body.stop_reason, "stop_sequence": body.stop_sequence, **extra}
@@ -84,14 +77,14 @@ class MessageWriter:
         self._parts.take(chunk)
 
     def whole(self, usage: Usage) -> bytes:
-        """The message. Raises Aborted."""
+        """The message. Raises RequestCancelled."""
         return encode(self._body(usage))
 
     def _body(self, usage: Usage) -> MessageBody:
         parts = self._parts
         reason, stopped_at = parts.finish_reason, parts.stop_reason
         if reason is not None and reason not in _STOP_OF:
-            raise Aborted("the request was ended before the answer was whole")
+            raise RequestCancelled("the request was ended before the answer was whole")
         at_text = reason == "stop" and isinstance(stopped_at, str)
         named = "stop_sequence" if at_text else _STOP_OF.get(reason or "")
         return MessageBody(

@@ -31,6 +31,7 @@ from engine.api.response_shapes import (
 )  # fmt: skip
 from engine.api.responses import encode
 from engine.chunk import Chunk, Usage
+from engine.errors import RequestCancelled
 
 __all__ = ["ResponseWriter"]
 
@@ -67,7 +68,8 @@ class ResponseWriter:
     def failure(self, error: Exception) -> bytes:
         said = error_body(error)[1]["error"]
         message = str(said["message"]) if isinstance(said, dict) else ""
-        return self._event("response.failed", response=self._body("failed", None, ResponseFailure(code="server_error", message=message)))
+        status = "cancelled" if isinstance(error, RequestCancelled) else "failed"
+        return self._event("response.failed", response=self._body(status, None, ResponseFailure(code="server_error", message=message)))
 
     def take(self, choice: int, chunk: Chunk) -> None:
         self._parts.take(chunk)

@@ -13,7 +13,8 @@ from msgspec import UNSET, UnsetType
 __all__ = [
     "ChatAnswer", "ChatChoice", "ChatChunk", "ChatChunkChoice", "ChatLogprob", "ChatLogprobs", "ChatReply", "CompletionAnswer",
     "CompletionChoice", "CompletionLogprobs", "CompletionTokensDetails", "Delta", "Function", "FunctionDelta", "ModelCard", "ModelList",
-    "PromptTokensDetails", "ReplyCall", "Response", "SessionState", "TokenIds", "TokenizeAnswer", "ToolCallDelta", "TopLogprob",
+    "PromptTokensDetails", "ReplyCall",
+    "RequestEnded", "Response", "SessionState", "TokenIds", "TokenizeAnswer", "ToolCallDelta", "TopLogprob",
     "UsageCounts", "encode", "encode_tokenized",
 ]  # fmt: skip
 
@@ -177,6 +178,12 @@ class CompletionAnswer(msgspec.Struct, kw_only=True, frozen=True):
     choices: tuple[CompletionChoice, ...]
     usage: UsageCounts | UnsetType | None = UNSET
     session: SessionState | UnsetType = UNSET
+
+
+class RequestEnded(msgspec.Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["request"] = "request"
+    cancelled: bool = True
 
 
 class ModelCard(msgspec.Struct, kw_only=True, frozen=True):

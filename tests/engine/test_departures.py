@@ -105,7 +105,7 @@ async def test_a_turn_of_a_session_spares_it(tmp_path: Path) -> None:
 async def test_without_a_place_nobody_leaves(tmp_path: Path) -> None:
     """Where nobody said where archives go, what idle sessions of callers hold is refused, as before."""
     async with tight(tmp_path, 8) as (engine, place):
-        engine.departures._archive = None
+        engine.departures._archives.clear()
         held = [await session_of(engine, 150) for _ in range(2)]
         with pytest.raises(NotAdmitted, match="host memory missing; ask for fewer tokens"):
             await say(engine, None, prompt(200, 1), 5)

@@ -26,7 +26,7 @@ from engine.archive.reader import Reader
 from engine.engine import Engine
 from engine.protocol import SessionId
 from engine.search.tiny import prompt
-from engine.shelf import open_shelf
+from engine.shelf import open_shelves
 from memory.append import blocks_of
 from tests.engine.archive.archive_world import unit_rows
 from tests.engine.archive.engines import engine_of, model, say
@@ -87,13 +87,12 @@ async def refer(path: Path) -> bytes:
 async def work(path: Path, seed: int, ready: int, block_bytes: int) -> bytes:
     """Turns in sessions that memory has too little room for, for ever."""
     draw = random.Random(seed)
-    with open_shelf(str(path), "") as shelf:
-        assert shelf is not None
+    with open_shelves(str(path)) as shelves:
+        shelf = shelves[""]
         async with engine_of(host_memory_bytes=BLOCKS * block_bytes) as engine:
 
             async def archive(session: SessionId) -> None:
                 os.write(ready, b".")
-                assert shelf is not None
                 await shelf.export(engine, session)
 
             engine.departures.archive_with(archive, "")
@@ -112,8 +111,8 @@ async def work(path: Path, seed: int, ready: int, block_bytes: int) -> bytes:
 
 async def restart(path: Path, reference: Reference) -> bytes:
     """Every archive comes back into a fresh engine and goes on; closed, nothing of it is held; exported, its directory has nothing else."""
-    with open_shelf(str(path), "") as shelf:
-        assert shelf is not None
+    with open_shelves(str(path)) as shelves:
+        shelf = shelves[""]
         async with engine_of() as engine:
             before = holdings(engine)
             for one in await shelf.archived():
