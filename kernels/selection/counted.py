@@ -93,9 +93,8 @@ def _listed(ranks, places, start, room, LISTED: tl.constexpr):
 @triton.jit
 def _search(ranks, rank, length, digit, wanted, LISTED: tl.constexpr):
     """The rank of a listed row's `wanted`-th best, or its least possible where there are fewer. `rank` is the list's first piece."""
-    within = (digit > 0) & (digit < BINS - 1)  # other digits have no bits in common
-    cut = tl.where(within, (digit + LOWEST).to(tl.uint32) << SHIFT, 0).to(tl.uint32)
-    shift = tl.where(within, (SHIFT - 1) // 2 * 2, 30)
+    cut = tl.where(digit > 0, (digit + LOWEST).to(tl.uint32) << SHIFT, 0).to(tl.uint32)  # the digit's least rank
+    shift = tl.where((digit > 0) & (digit < BINS - 1), (SHIFT - 1) // 2 * 2, 30)  # the digits at either end are wider
     reached = length  # ranks that are at least the cut
     known = tl.arange(0, LISTED) < length
     while (shift >= 0) & (reached > wanted):
@@ -113,6 +112,9 @@ def _search(ranks, rank, length, digit, wanted, LISTED: tl.constexpr):
             middles += two
             highs += three
             start += LISTED
+        lows = tl.where(low > cut, lows, 0)  # past the largest rank a sum begins anew
+        middles = tl.where(middle > cut, middles, 0)
+        highs = tl.where(high > cut, highs, 0)
         cut = tl.where(highs >= wanted, high, tl.where(middles >= wanted, middle, tl.where(lows >= wanted, low, cut)))
         reached = tl.where(highs >= wanted, highs, tl.where(middles >= wanted, middles, tl.where(lows >= wanted, lows, reached)))
         shift -= 2

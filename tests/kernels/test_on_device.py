@@ -13,10 +13,11 @@ from kernels import gather, index_query, index_score, linear, moe, norm, quantiz
 from kernels.layout import KeyLayout, RowLayout, TableField
 from kernels.round import RoundPlan, begin_round, clear_round, plan_round, unmap_from
 from kernels.round import reference as round_reference
-from kernels.selection import Scratch, select_places
+from kernels.selection import Scratch, choose_rows, select_places
 from memory.hot import HotCache
 from memory.table import StepTable
 from tests.kernels.round_world import LAYOUT, ROW_BYTES, TABLE_LAYOUT, PlainSession, Step
+from tests.kernels.score_digits import digit_counts
 
 pytestmark = pytest.mark.gpu
 COUNTS = (1, 2, 3, 4, 8, 16, 64)
@@ -144,6 +145,28 @@ def test_step_selections_are_those_of_their_scores(sessions: int, rows: int) -> 
         select_places(table.cuda(), 0, *asked, layout, 1, got, scratch)
         wanted = torch.empty((count, 2048), dtype=torch.int32)
         select.select(scratch.scores.cpu(), torch.ones(count, dtype=torch.int64), positions + 1, 2048, wanted)
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("keys", [2_047, 2_049, 50_003, 131_072])
+def test_counted_choices_are_the_reference(keys: int) -> None:
+    """Scores whose digits are given: ties at the cut, values of one digit and of either end's, and NaN, over whole and short rows."""
+    rows, k, first = 4, 2048, 1
+    normal = drawn(rows, keys, seed=keys)
+    any_bits = torch.randint(-(2**31), 2**31 - 1, normal.shape, generator=torch.Generator().manual_seed(6)).int().view(torch.float32)
+    table = torch.zeros((1, TABLE_LAYOUT.fields), dtype=torch.int64)
+    table[0, TableField.ROWS] = rows
+    last = torch.tensor([keys, keys - 7, keys // 2, 1])
+    scratch = Scratch.of(rows, 131_072, torch.device("cuda"), "counted")
+    assert scratch.counts is not None
+    ties, mostly_nan = (normal * 8).round() / 8, torch.where(torch.arange(keys) % 32 == 0, normal, torch.nan)
+    for scores in (normal, ties, normal + 100, -normal.abs() - 1e-3, normal * 1e30, any_bits, mostly_nan, torch.full_like(normal, 1.5)):
+        scratch.scores[:, :keys].copy_(scores)
+        scratch.counts.zero_()
+        scratch.counts[:, :512].copy_(torch.stack([digit_counts(scores[row, first : last[row]]) for row in range(rows)]))
+        got, wanted = torch.full((rows, k), 77, dtype=torch.int32, device="cuda"), torch.empty((rows, k), dtype=torch.int32)
+        choose_rows(table.cuda(), torch.zeros(rows, dtype=torch.int32).cuda(), last.cuda() - 1, first, got, scratch)
+        select.select(scores, torch.full_like(last, first), last, k, wanted)
         assert torch.equal(got.cpu(), wanted)
 
 
