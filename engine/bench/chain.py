@@ -22,7 +22,7 @@ from kernels.locate import locate_resident
 from kernels.rope import rope_frequencies, rope_table, rotate_first
 from kernels.round import RoundPlan
 from kernels.select import reference as select_reference
-from kernels.selection import Scratch, SelectionForm, select_places
+from kernels.selection import Scratch, SelectionForm, score_rows, select_places
 
 __all__ = ["chain_cases"]
 
@@ -72,6 +72,12 @@ class _World:
             self.scratch,
             cleared,
         )
+
+    def score(self, call: int, query: Tensor) -> None:
+        """Score alone; what is counted adds up."""
+        if query.device.type != "cpu":
+            table, asked = self.tables[call % len(self.tables)], (query, self.head_weights)
+            score_rows(table, 0, self.place_of, self.positions, *asked, self.layout.key, 0, self.scratch, True)
 
     def chain(self, call: int) -> None:
         """All of it."""
@@ -123,6 +129,8 @@ def _calls(shapes: Shapes, world: _World, piece: str) -> list[Callable[[], objec
     if piece == "asking":
         return [partial(world.query, call, world.scratch.counts) for call in range(shapes.calls)]
     query = world.query(0, None)
+    if piece == "scores":
+        return [partial(world.score, call, query) for call in range(shapes.calls)]
     return [partial(world.select, call, query, False) for call in range(shapes.calls)]
 
 
@@ -133,7 +141,7 @@ def _case(shapes: Shapes, keys: int, rows: int, form: SelectionForm, piece: str)
         world = _world(shapes, keys, columns, rows, form, device)
         return Made(tuple(_calls(shapes, world, piece)), world.wrong)
 
-    moved = {"asking": 0, "scoring": 0, "whole": 0}
+    moved = {"asking": 0, "scores": keys * 2 * shapes.index_width, "scoring": 0, "whole": 0}
     moved["asking"] = shapes.index_heads * shapes.index_width * shapes.query_latent * shapes.dtype.itemsize
     moved["scoring"] = keys * 2 * shapes.index_width
     moved["whole"] = moved["asking"] + moved["scoring"]
@@ -144,4 +152,4 @@ def chain_cases(shapes: Shapes) -> list[Case]:
     """Each form whole at three lengths, for one row and for four; pieces at the short one."""
     lengths = sorted({min(shapes.keys, length) for length in (50_000, 131_072, shapes.keys)})
     cases = [_case(shapes, keys, rows, form, "whole") for rows in (1, 4) for keys in lengths for form in _FORMS]
-    return cases + [_case(shapes, lengths[0], 1, form, piece) for piece in ("asking", "scoring") for form in _FORMS]
+    return cases + [_case(shapes, lengths[0], 1, form, piece) for piece in ("asking", "scores", "scoring") for form in _FORMS]

@@ -16,7 +16,7 @@ __all__ = ["index_query", "one_launch"]
 
 
 def one_launch(latent: Tensor, weight: Tensor | BlockFp8, width: int) -> bool:
-    """Whether a device makes such a query in one launch: few rows, narrow values, heads that whole tiles of outputs cover.
+    """Whether a device makes such a query in one launch: few rows, and bf16 both of them.
 
     Args: latent [T, Rq], weight [I * Di, Rq]. width: Di.
     """
@@ -31,7 +31,7 @@ def index_query(latent: Tensor, weight: Tensor | BlockFp8, width: int, cos: Tens
     """Index queries, rotated.
 
     latent    [T, Rq]      float  values of a row any distance apart
-    weight    [I * Di, Rq]  latent's dtype, or as in `kernels/linear`
+    weight    [I * Di, Rq]  as in `kernels/linear`
     cos, sin  [T, Dr / 2]  latent's dtype  Dr at most Di
     cleared   [n] or None  int32  device, contiguous: scratch that comes out zero, for the launches behind this one
     returns   [T, I, Di]   latent's dtype, contiguous
@@ -41,6 +41,7 @@ def index_query(latent: Tensor, weight: Tensor | BlockFp8, width: int, cos: Tens
     assert 2 * cos.shape[1] <= width, f"a RoPE table of {cos.shape[1]} pairs for heads of {width}"
     if on_cpu("index_query", latent):
         return reference.index_query(latent, weight, width, cos, sin, cleared)
+    assert not isinstance(weight, BlockFp8), "block-FP8 weights are multiplied by `kernels/linear`"
     assert one_launch(latent, weight, width), f"{tuple(latent.shape)} by {tuple(weight.shape)} is not made in one launch"
     from kernels.index_query import kernel
 
