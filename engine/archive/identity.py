@@ -23,6 +23,7 @@ from engine.model.weights import Weight
 from engine.stage import Stage
 from kernels.layout import BlockLayout
 from kernels.linear.block_fp8 import BlockFp8
+from kernels.linear.group_int import GroupInt
 
 __all__ = ["Identity", "identity_of"]
 
@@ -98,4 +99,8 @@ def _first_row(weight: Weight) -> Tensor:
     if isinstance(weight, BlockFp8):
         values, scales = weight.values.flatten(0, -2), weight.scales.flatten(0, -2)
         return BlockFp8(values[:1].contiguous(), scales[:1].contiguous()).dequantised(torch.float32)[0]
+    if isinstance(weight, GroupInt):
+        units, scales = weight.units.flatten(0, -2), weight.scales.flatten(0, -2)
+        zeros = None if weight.zeros is None else weight.zeros.flatten(0, -2)[:1]
+        return GroupInt(units[:1], scales[:1], zeros, weight.bits, weight.group, weight.width).dequantised(torch.float32)[0]
     return weight.flatten(0, -2)[0].float() if weight.dim() > 1 else weight.float()

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from engine.errors import BadModel
 from engine.model.fields import Fields, read_json
+from engine.model.quantisation import NOT_QUANTISED, Quantisation
 
 __all__ = ["ModelConfig"]
 
@@ -28,7 +29,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 # Not part of the architecture: two directories that differ only here hold rows of the same kind.
-_OUTSIDE_FINGERPRINT = frozenset({"eos_token_ids", "pad_token_id", "context_max", "weight_block", "extra"})
+_OUTSIDE_FINGERPRINT = frozenset({"eos_token_ids", "pad_token_id", "context_max", "quantisation", "extra"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ModelConfig:
     context_max: int
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    weight_block: tuple[int, int] = (128, 128)  # rows and columns that share a scale in a block-FP8 checkpoint
+    quantisation: Quantisation = NOT_QUANTISED  # of the stored weights
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)  # fields nobody here reads
 
     @classmethod
@@ -113,7 +114,7 @@ class ModelConfig:
             context_max=reading.count("max_position_embeddings"),
             eos_token_ids=reading.token_ids("eos_token_id"),
             pad_token_id=next(iter(reading.token_ids("pad_token_id")), None),
-            weight_block=reading.weight_block(),
+            quantisation=reading.quantisation(),
             extra=reading.rest(also_read=("model_type", *_ONLY)),
         )
         config._check(raw)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadModel
+from engine.model.quantisation import Quantisation, read_quantisation
 
 __all__ = ["Fields", "read_json"]
 
@@ -133,23 +134,10 @@ class Fields:
             raise BadModel(f"config.json: first_k_dense_replace must be 0 or more, not {dense!r}")
         return tuple(layer < dense for layer in range(layers))
 
-    def weight_block(self) -> tuple[int, int]:
-        """Rows and columns a scale covers in a block-FP8 checkpoint; any other quantisation is refused by name."""
+    def quantisation(self) -> Quantisation:
+        """How weights are stored; a form that is not read is refused by name."""
         self._read.update(("quantization_config", "compression_config"))
-        if self._raw.get("compression_config") is not None:
-            raise BadModel("config.json: compression_config (compressed-tensors) is not supported; use bf16 or block-FP8 weights")
-        quantised = self._raw.get("quantization_config")
-        if quantised is None:
-            return 128, 128
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        if method != "fp8" or not isinstance(quantised, Mapping):
-            raise BadModel(f"config.json: quantization_config.quant_method {method!r} is not supported; use bf16 or block-FP8 weights")
-        if quantised.get("fmt", "e4m3") != "e4m3":
-            raise BadModel(f"config.json: quantization_config.fmt {quantised['fmt']!r} is not supported, only 'e4m3'")
-        block = quantised.get("weight_block_size")
-        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
-            raise BadModel(f"config.json: quantization_config.weight_block_size must be two positive integers, not {block!r}")
-        return block[0], block[1]
+        return read_quantisation(self._raw)
 
     def rest(self, *, also_read: Sequence[str]) -> dict[str, Any]:
         """Fields that nobody read: kept and ignored."""

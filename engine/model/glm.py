@@ -22,6 +22,7 @@ from engine.errors import BadModel, NotAdmitted
 from engine.model.config import ModelConfig
 from engine.model.layer import LayerWeights
 from engine.model.mtp import MtpWeights
+from engine.model.packed import weight_name
 from engine.model.source import LoadFormat, ModelSource, check_room, open_source
 from engine.model.weights import WeightReader
 from kernels.linear import linear
@@ -128,7 +129,7 @@ def load_model(
     names = [name for name in source.tensors.names if _is_read(name, read_layers, outer)]
     check_room(model, source.tensors, names, place)
     reader = WeightReader(
-        source.tensors, dtype=source.dtype, device=place, block=source.config.weight_block, total=len(names), progress=progress
+        source.tensors, dtype=source.dtype, device=place, quantisation=source.config.quantisation, total=len(names), progress=progress
     )
     try:
         return _read(reader, source, held, outer, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
@@ -170,17 +171,17 @@ def _read(
 def _is_read(name: str, layers: set[int], outer: dict[str, bool]) -> bool:
     matched = _LAYER.fullmatch(name)
     if matched is None:
-        return outer.get(name, False)
+        return outer.get(weight_name(name), False)
     return int(matched[1]) in layers and matched[2] not in _MTP_COPIES
 
 
 def _check_names(names: frozenset[str], layers: int) -> bool:
     """Refuse names that no such model has, in any stage. Returns: whether the MTP block is stored."""
-    mtp = f"model.layers.{layers}.eh_proj.weight" in names
+    mtp = any(weight_name(name) == f"model.layers.{layers}.eh_proj.weight" for name in names if ".eh_proj." in name)
     for name in sorted(names):
         matched = _LAYER.fullmatch(name)
         if matched is None:
-            if name not in _OUTER:
+            if weight_name(name) not in _OUTER:
                 raise BadModel(f"tensor {name} is unexpected: this model has no such weight")
         elif int(matched[1]) > layers:
             raise BadModel(f"tensor {name} belongs to a second MTP block or a layer the config lacks; num_hidden_layers is {layers}")

@@ -7,12 +7,16 @@ Holds the fields of their config.json and nothing else. A name is no directory: 
    {2..5}, {6..9}) with the MTP block, and 64 of the 256 experts: 45.0 GiB in bf16, of which 36 GiB are routed experts.
 3. `glm-5.3-slice-8` is that slice's first eight layers without the MTP block, 30.2 GiB: sixteen histories of a million rows fit beside it,
    98 GiB of blocks in RAM and 18.9 GiB on the card.
-Source: model.md, section 1.
+4. `glm-5.3-slice-int4` is the slice with routed experts, but the MTP block's, in four bits, groups of 64; `glm-5.3-slice-mix` also has
+   attention, dense and shared MLPs in eight bits, as published mixes have. `glm-5.3-int4` and `glm-5.3-mix` are the whole model so.
+Source: model.md, sections 1 and 4.3.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+from engine.model.quantisation import Scheme, described
 
 __all__ = ["NAMED"]
 
@@ -34,10 +38,21 @@ _WHOLE: Mapping[str, Any] = MappingProxyType(
 )  # fmt: skip
 
 _SLICE: Mapping[str, Any] = MappingProxyType({**_WHOLE, "num_hidden_layers": 10, "n_routed_experts": 64})
+_INT4 = (Scheme(4, 64, True, (r"re:.*\.mlp\.experts\..*",)),)
+_MIX = (*_INT4, Scheme(8, 64, True, (r"re:.*\.self_attn\.[a-z_]*proj[a-z_]*$", r"re:.*\.mlp\.(shared_experts\.)?[a-z]*_proj$")))
+
+
+def _quantised(config: Mapping[str, Any], schemes: tuple[Scheme, ...]) -> Mapping[str, Any]:
+    """With the MTP block as it is."""
+    mtp = rf"re:model\.layers\.{config['num_hidden_layers']}\..*"
+    return MappingProxyType({**config, "quantization_config": described(schemes, (mtp, "lm_head"))})
+
 
 NAMED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "glm-5.3": _WHOLE, "glm-5.3-slice": _SLICE,
         "glm-5.3-slice-8": MappingProxyType({**_SLICE, "num_hidden_layers": 8, "num_nextn_predict_layers": 0}),
+        "glm-5.3-int4": _quantised(_WHOLE, _INT4), "glm-5.3-mix": _quantised(_WHOLE, _MIX),
+        "glm-5.3-slice-int4": _quantised(_SLICE, _INT4), "glm-5.3-slice-mix": _quantised(_SLICE, _MIX),
     }
 )  # fmt: skip

@@ -1,13 +1,14 @@
 """Names and shapes of the tensors that a checkpoint of the architecture stores, one an expert.
 
-Holds `stored_shapes`. Knows no contents.
-Source: model.md, section 4.1.
+Holds `stored_shapes`, and `packed_shapes` of a checkpoint whose weights are packed integers. Knows no contents.
+Source: model.md, sections 4.1 and 4.3.
 """
 
 from engine.errors import BadModel, shown
 from engine.model.config import ModelConfig
+from engine.model.quantisation import Quantisation
 
-__all__ = ["Shapes", "has_mtp_block", "stored_shapes"]
+__all__ = ["Shapes", "has_mtp_block", "packed_shapes", "stored_shapes"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,6 +40,30 @@ def stored_shapes(config: ModelConfig, *, mtp: bool) -> Shapes:
             parts["eh_proj.weight"] = (config.hidden, 2 * config.hidden)
         shapes |= {prefix + name: shape for name, shape in parts.items()}
     return shapes
+
+
+def packed_shapes(shapes: Shapes, quantisation: Quantisation) -> Shapes:
+    """Shapes of what compressed-tensors stores in place of each weight that has a scheme: words, scales, the shape, maybe zeros.
+
+    Raises BadModel where a group does not divide a width.
+    """
+    packed: Shapes = {}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        scheme = quantisation.scheme_of(module) if len(shape) == 2 else None
+        if scheme is None:
+            packed[name] = shape
+            continue
+        outputs, width = shape
+        group = scheme.group or width
+        if width % group:
+            raise BadModel(f"tensor {name}: groups of {group} do not divide the width {width}")
+        packed[f"{module}.weight_packed"] = (outputs, -(-width * scheme.bits // 32))
+        packed[f"{module}.weight_scale"] = (outputs, width // group)
+        packed[f"{module}.weight_shape"] = (2,)
+        if not scheme.symmetric:
+            packed[f"{module}.weight_zero_point"] = (-(-outputs * scheme.bits // 32), width // group)
+    return packed
 
 
 def _attention(config: ModelConfig) -> Shapes:

@@ -3,8 +3,10 @@
 Holds `WeightReader`. Knows shapes as its callers state them; knows no layer formula.
 
 Invariants:
-1. A tensor is block-FP8 exactly when its name + `_scale_inv` is stored; the config's list of exceptions is not believed.
-2. On a device the weight of a product stays block-FP8; else scales are applied in float32 before anything is cut or cast.
+1. A tensor is block-FP8 exactly when its name + `_scale_inv` is stored; the config's list of exceptions is not believed. Packed integers
+   are `engine/model/packed.py`'s.
+2. On a device the weight of a product stays block-FP8 or packed; else it is multiplied out before anything is cut or cast: block-FP8 in
+   float32, integers as their format defines.
 3. Whatever was not taken under a prefix and is not one of the known leftovers is an error: a silent extra is a misread model.
 4. A weight is contiguous and the model's own: no page of a file is read while decoding.
 Source: model.md, sections 4.1 and 4.2.
@@ -18,12 +20,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadModel
+from engine.model.packed import PackedReader
+from engine.model.quantisation import Quantisation, Scheme
 from engine.model.source import TensorSource
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
+from kernels.linear.group_int import GroupInt
 
 __all__ = ["Weight", "WeightReader"]
 
-Weight: TypeAlias = Tensor | BlockFp8  # of a product
+Weight: TypeAlias = Tensor | BlockFp8 | GroupInt  # of a product
 
 _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,21 +53,22 @@ class WeightReader:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        block: tuple[int, int],
+        quantisation: Quantisation,
         total: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._files = source
         self._names = source.names
         self._kind = _Kind(dtype, device)
-        self._block = block
+        self._block = quantisation.block
+        self._packed = PackedReader(source, quantisation, device, self._took)
         self._total = total
         self._progress = progress
         self._taken: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether a tensor of this name is stored."""
-        return name in self._names
+        """Whether a tensor of this name is stored, packed or not."""
+        return name in self._names or self._packed.has(name)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The weight of this name and shape, in the model's dtype."""
@@ -74,28 +80,34 @@ class WeightReader:
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """As `take_f32`, of a tensor that must be stored in float32: rounded values cannot be repaired."""
-        if self.has(name) and (stored := self._files.read(name).dtype) != torch.float32:
+        if name in self._names and (stored := self._files.read(name).dtype) != torch.float32:
             raise BadModel(f"tensor {name} is stored as {_said(stored)}; it must be float32, lower precision breaks routing")
         return self.take_f32(name, *shape)
 
     def take_weight(self, name: str, *shape: int) -> Weight:
-        """The weight of a product of this name and shape: in the model's dtype, or as it is stored where products take block-FP8."""
-        if not self._stays_fp8(name):
+        """The weight of a product of this name and shape: in the model's dtype, or as it is stored where products take that form."""
+        kept = self._kept(name)
+        if kept is None:
             return self.take(name, *shape)
+        if isinstance(kept, Scheme):
+            return self._packed.read(name, shape)
         tensor, scale = self._kept_fp8(name, shape)
         return BlockFp8(self._own(tensor, tensor.dtype), self._own(scale, torch.float32))
 
     def take_alike(self, names: Sequence[str], *shape: int) -> list[Weight]:
-        """Weights that one launch reads together: as `take_weight` where all of them stay block-FP8, else none does."""
-        take = self.take_weight if all(map(self._stays_fp8, names)) else self.take
-        return [take(name, *shape) for name in names]
+        """Weights that one launch reads together: as `take_weight` where all of them stay in one form, else none does."""
+        take = self.take_weight if self._kept_alike(names) is not None else self.take
+        taken = [take(name, *shape) for name in names]
+        for name, weight in zip(names, taken, strict=True):
+            _check_alike(name, weight, taken[0])
+        return taken
 
     def take_experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[Weight, Weight]:
         """Routed experts, stored one by one or merged.
 
         Returns: gate_up [experts, 2 * width, hidden] (gate rows first) and down [experts, hidden, width].
         """
-        whole_blocks = width % FP8_BLOCK == 0  # else a scale block would straddle gate and up
+        whole_blocks = width % FP8_BLOCK == 0  # else an FP8 scale's block would straddle gate and up
         if self.has(f"{prefix}gate_up_proj") or self.has(f"{prefix}down_proj"):
             take = self.take_weight if whole_blocks else self.take
             return (
@@ -109,7 +121,10 @@ class WeightReader:
     def _joined(self, names: list[list[str]], outputs: int, width: int, *, may_stay: bool) -> Weight:
         """One weight an expert of tensors [outputs, width] one below the other: [experts, parts * outputs, width]."""
         parts, device = len(names[0]), self._kind.device
-        stays = may_stay and all(self._stays_fp8(name) for each in names for name in each)
+        kept = self._kept_alike([name for each in names for name in each])
+        if isinstance(kept, Scheme):
+            return self._joined_packed(names, outputs, width)
+        stays = may_stay and kept is not None
         dtype = torch.float8_e4m3fn if stays else self._kind.dtype
         values = torch.empty((len(names), parts * outputs, width), dtype=dtype, device=device)
         if not stays:
@@ -126,6 +141,19 @@ class WeightReader:
                 scales[expert, part * rows : (part + 1) * rows] = scale
         return BlockFp8(values, scales)
 
+    def _joined_packed(self, names: list[list[str]], outputs: int, width: int) -> GroupInt:
+        """As `_joined`, of packed weights of one scheme."""
+        whole: GroupInt | None = None
+        for expert, each in enumerate(names):
+            for part, name in enumerate(each):
+                one = self._packed.read(name, (outputs, width))
+                if whole is None:
+                    whole = one.empty_like(len(names), len(each) * outputs)
+                _check_alike(name, one, whole)
+                whole[expert][part * outputs : (part + 1) * outputs].copy_(one)
+        assert whole is not None, "no expert is named"
+        return whole
+
     def finish(self, prefix: str, *, ignored: Collection[str] = ()) -> None:
         """Check that every stored tensor under `prefix` was taken, but those in `ignored` (names after the prefix)."""
         for name in sorted(self._names - self._taken):
@@ -135,9 +163,22 @@ class WeightReader:
     def _own(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(self._kind.device, dtype, copy=self._files.borrowed).contiguous()
 
-    def _stays_fp8(self, name: str) -> bool:
-        """Whether a product reads this tensor as it is stored: kernels do; the CPU's references would dequantise it at each call."""
-        return self._kind.device.type != "cpu" and self._block == (FP8_BLOCK, FP8_BLOCK) and self.has(name + _SCALE)
+    def _keeps_stored(self) -> bool:
+        """Whether products read narrow weights: on a device."""
+        return self._kind.device.type != "cpu"
+
+    def _kept(self, name: str) -> Scheme | str | None:
+        """How a product reads this tensor as it is stored, or None: kernels do; the CPU's references would dequantise it at each call."""
+        if not self._keeps_stored():
+            return None
+        if self._packed.has(name):
+            return self._packed.scheme(name)
+        return "fp8" if self._block == (FP8_BLOCK, FP8_BLOCK) and name + _SCALE in self._names else None
+
+    def _kept_alike(self, names: Sequence[str]) -> Scheme | str | None:
+        """The one way in which products read all of these as they are stored, or None."""
+        kept = {self._kept(name) for name in names}
+        return kept.pop() if len(kept) == 1 else None
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name, its shape checked."""
@@ -150,8 +191,10 @@ class WeightReader:
 
     def _plain(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name, checked and dequantised, in its stored dtype or float32."""
+        if self._packed.has(name):
+            return self._packed.dequantised(name, shape)
         scale_name = name + _SCALE
-        if self.has(scale_name):
+        if scale_name in self._names:
             return self._dequantised(self._stored_fp8(name, shape), scale_name)
         tensor = self._stored(name, shape)
         if tensor.dtype not in _FLOATS:
@@ -196,6 +239,12 @@ class WeightReader:
         self._taken.add(name)
         if self._progress is not None:
             self._progress(len(self._taken), self._total)
+
+
+def _check_alike(name: str, one: Weight, other: Weight) -> None:
+    """Refuse a packed weight that a launch cannot read beside another: schemes are the same, the dtype of scales may not be."""
+    if isinstance(one, GroupInt) and isinstance(other, GroupInt) and not one.alike(other):
+        raise BadModel(f"tensor {name} is packed with {_said(one.scales.dtype)} scales, its neighbours with {_said(other.scales.dtype)}")
 
 
 def _said(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """Linear maps of rows: one weight for all (`linear`), or one a head (`heads_linear`). No bias.
 
-A weight is a tensor or `BlockFp8`, which stays FP8 in memory. On a device a weight may be narrower than the rows (bf16 or FP8 under
-float32 rows): products are exact and sums float32 there.
+A weight is a tensor, `BlockFp8` or `GroupInt`, which stay as narrow in memory as they are. On a device a tensor may be narrower than the
+rows (bf16 under float32 rows): products are exact and sums float32 there. Scales are applied to a block's or group's sum, in float32.
 
 Row-invariant: see `kernels`; on a device up to BULK_ROWS rows. More are an append's and take the library's product (`bulk.py`). Refused:
 one product over a step's rows; a batch of tiles in one call (no faster, and its shape would follow the number of rows).
@@ -11,25 +11,30 @@ from torch import Tensor
 
 from kernels.linear import reference
 from kernels.linear.block_fp8 import BlockFp8
+from kernels.linear.group_int import GroupInt
 from kernels.place import BULK_ROWS, on_cpu
 
-__all__ = ["BlockFp8", "linear", "heads_linear"]
+__all__ = ["BlockFp8", "GroupInt", "linear", "heads_linear"]
 
 
-def linear(x: Tensor, weight: Tensor | BlockFp8) -> Tensor:
+def linear(x: Tensor, weight: Tensor | BlockFp8 | GroupInt) -> Tensor:
     """Map rows by one weight.
 
     x        [rows, width]     float  rows >= 0, any strides
-    weight   [outputs, width]  same dtype; BlockFp8; on a device also bf16 under float32 rows
+    weight   [outputs, width]  same dtype; BlockFp8; GroupInt; on a device also bf16 under float32 rows
     returns  [rows, outputs]   x's dtype, contiguous
     """
     assert x.shape[1] == weight.shape[1], f"rows are {x.shape[1]} wide, the weight {weight.shape[1]}"
     if on_cpu("linear", x):
-        return reference.linear(x, weight.dequantised(x.dtype) if isinstance(weight, BlockFp8) else weight)
+        return reference.linear(x, weight if isinstance(weight, Tensor) else weight.dequantised(x.dtype))
     if x.shape[0] > BULK_ROWS:
         from kernels.linear import bulk
 
         return bulk.linear(x, weight)
+    if isinstance(weight, GroupInt):
+        from kernels.linear import integers
+
+        return integers.linear(x, weight)
     from kernels.linear import kernel
 
     return kernel.linear(x, weight)

@@ -7,7 +7,7 @@ The constants were measured with `forebay bench kernels --sweep` (docs/performan
 
 from dataclasses import dataclass
 
-__all__ = ["Tiling", "gated_tiling", "mixed_tiling", "tiling_of"]
+__all__ = ["Tiling", "gated_tiling", "integer_tiling", "mixed_tiling", "tiling_of"]
 
 WIDE_TILE_WIDTH = 64  # float32 rows or weights: more registers and shared memory a value
 PROGRAMS = 528  # four a multiprocessor of the largest card in mind; what splits of float32 products aim at
@@ -49,6 +49,11 @@ _GATED: dict[tuple[int, int], Tiling] = {
 }
 
 
+# (outputs, width, bits) of `GroupInt` weights under bf16 rows: outputs of a tile (of gate and of up each), parts, warps, stages
+_INTEGER: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+_INTEGER_GATED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+
+
 def _cdiv(value: int, by: int) -> int:
     return -(-value // by)
 
@@ -86,3 +91,17 @@ def gated_tiling(outputs: int, width: int, *, wide: bool) -> Tiling:
     if wide:
         return Tiling(16, WIDE_TILE_WIDTH, 1, 4, 3)
     return _GATED.get((outputs, width), Tiling(32, 64, 2, 4, 5) if outputs > 4096 else Tiling(16, 64, 4, 4, 5))
+
+
+def integer_tiling(outputs: int, width: int, bits: int, group: int, *, wide: bool, gated: bool = False) -> Tiling:
+    """The tiling of a `GroupInt` weight [outputs, width]: a part is a chunk (`group_int.py`).
+
+    A warp takes one part by 16 outputs: with fewer of them than threads, scales do not pass through shared memory.
+
+    Args: wide: rows are float32. gated: gate and up in one launch, [outputs, width] each.
+    """
+    chunk = min(group, 64) * (16 // bits)
+    tile, parts, warps, stages = (_INTEGER_GATED if gated else _INTEGER).get((outputs, width, bits), (16, 4, 4, 3))
+    if wide:
+        tile, parts, warps, stages = 16, 2, 2, 2
+    return Tiling(tile, chunk, parts, warps, stages)

@@ -3,19 +3,22 @@ to BULK_ROWS rows, and `bulk.py` takes more.
 
 Choices kept: the router's bias steers the choice only and never the weights; dropped groups get -inf, not 0 (biases may be negative).
 The shared expert is a `gated_mlp` of its own that the model adds: no gate, no factor.
-Weights may be `BlockFp8`; on a device also bf16 under float32 rows (`kernels/linear`).
+Weights may be `BlockFp8` or `GroupInt`; on a device also bf16 under float32 rows (`kernels/linear`).
 """
 
 from torch import Tensor
 
 from kernels.linear.block_fp8 import BlockFp8
+from kernels.linear.group_int import GroupInt
 from kernels.moe import reference
 from kernels.place import BULK_ROWS, on_cpu
 
 __all__ = ["gated_mlp", "route", "experts"]
 
+Weight = Tensor | BlockFp8 | GroupInt
 
-def gated_mlp(y: Tensor, gate: Tensor | BlockFp8, up: Tensor | BlockFp8, down: Tensor | BlockFp8) -> Tensor:
+
+def gated_mlp(y: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     """`(silu(y · gate^T) * (y · up^T)) · down^T`.
 
     y         [rows, hidden]   float  rows >= 0
@@ -61,7 +64,7 @@ def route(
     )
 
 
-def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor | BlockFp8, down: Tensor | BlockFp8) -> Tensor:
+def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """Weighted sum of each row's chosen experts, added slot by slot in float32.
 
     y          [rows, hidden]               float  rows >= 0
@@ -84,5 +87,5 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor | B
     return kernel.experts(y, expert_of, weight_of, gate_up, down)
 
 
-def _plain(weight: Tensor | BlockFp8, y: Tensor) -> Tensor:
-    return weight.dequantised(y.dtype) if isinstance(weight, BlockFp8) else weight
+def _plain(weight: Weight, y: Tensor) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantised(y.dtype)

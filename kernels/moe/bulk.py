@@ -22,11 +22,13 @@ from torch import Tensor
 
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
 from kernels.linear.bulk import linear
+from kernels.linear.group_int import GroupInt
+from kernels.linear.integers import PACKED, widened, zero_of
 from kernels.linear.kernel import dot_exact
 
 __all__ = ["experts", "gated_mlp"]
 
-Weight = Tensor | BlockFp8
+Weight = Tensor | BlockFp8 | GroupInt
 BAND_ROWS = 4096  # 400 MiB of expert outputs at 8 slots of 6,144 bf16
 _MAP_TILES = 32
 _VALUES_BLOCK = 1024
@@ -120,6 +122,69 @@ def _grouped(x, weight, other, scales, other_scales, order, tile_map, out, x_row
 
 
 @triton.jit
+def _piece(x, units, from_scales, from_zeros, group, inside, acc, PIECE: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr,
+           PACKED: tl.constexpr):  # fmt: skip
+    """acc + x [M, K] · a piece of units [N, K]^T, times the group's scales."""
+    if ZEROS:
+        code = tl.load(from_zeros + group, mask=inside, other=0).to(tl.float32)
+        zero = tl.broadcast_to(zero_of(code, BITS, PACKED)[:, None], units.shape)
+    else:
+        zero = zero_of(tl.full(units.shape, 1 << (BITS - 1), tl.float32), BITS, PACKED)
+    scale = tl.load(from_scales + group, mask=inside, other=0.0).to(tl.float32)
+    return acc + dot_exact(x, tl.trans(widened(units, zero, PIECE, BITS, PACKED)), tl.zeros_like(acc)) * scale[None, :]
+
+
+@triton.jit
+def _integer_grouped(x, units, scales, zeros, order, tile_map, out, x_row, GATED: tl.constexpr, SLOTS: tl.constexpr,
+                     EXPERT_OUTPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+                     ZEROS: tl.constexpr, PACKED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+    """As `_grouped`, by weights of integers [experts, EXPERT_OUTPUTS, WIDTH]; GATED: gate rows first, up rows behind them."""
+    UNITS: tl.constexpr = 32 if GROUP == 32 else 64
+    PIECES: tl.constexpr = 16 // BITS
+    CHUNK: tl.constexpr = UNITS * PIECES
+    PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
+    GROUPS: tl.constexpr = (PADDED + GROUP - 1) // GROUP
+    tile = tl.program_id(0)
+    expert = tl.load(tile_map + tile * 3)
+    if expert >= 0:
+        number = tl.arange(0, TILE_M)
+        real = number < tl.load(tile_map + tile * 3 + 2)
+        place = tl.load(tile_map + tile * 3 + 1) + tl.where(real, number, 0)
+        pair = tl.load(order + place)
+        column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        inside = column < OUTPUTS
+        output = expert.to(tl.int64) * EXPERT_OUTPUTS + tl.where(inside, column, 0)
+        unit = tl.arange(0, UNITS)
+        from_x = x + ((pair // SLOTS if GATED else place).to(tl.int64) * x_row)[:, None]
+        from_units = units + (output * (PADDED // PIECES))[:, None]
+        from_scales, from_zeros = scales + output * GROUPS, zeros + output * GROUPS
+        acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+        up = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for start in range(0, PADDED, CHUNK):
+            packed = tl.load(from_units + start // PIECES + unit[None, :])
+            more = packed
+            if GATED:
+                more = tl.load(from_units + OUTPUTS * (PADDED // PIECES) + start // PIECES + unit[None, :])
+            for piece in tl.static_range(PIECES):
+                at = start + piece * UNITS + unit
+                if WIDTH == PADDED:
+                    rows = tl.load(from_x + at[None, :])
+                else:
+                    rows = tl.load(from_x + at[None, :], mask=(at < WIDTH)[None, :], other=0.0)
+                group = (start + piece * UNITS) // GROUP
+                acc = _piece(rows, packed, from_scales, from_zeros, group, inside, acc, piece, BITS, ZEROS, PACKED)
+                if GATED:
+                    up = _piece(rows, more, from_scales, from_zeros, group + OUTPUTS * GROUPS, inside, up, piece, BITS, ZEROS, PACKED)
+        to_row = place
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        else:
+            to_row = pair
+        to_out = out + to_row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+        tl.store(to_out, acc.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
 def _activate(gate, up, out, values, BLOCK: tl.constexpr):
     """silu(gate) * up in float32, rounded once."""
     value = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -150,41 +215,65 @@ def gated_mlp(y: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     return linear(gates, down)
 
 
-def _tile_of(x: torch.dtype, weight: torch.dtype, gated: bool) -> dict[str, int]:
+def _tile_of(wide: bool, gated: bool) -> dict[str, int]:
     """Pairs, outputs (of each half) and width of a tile: smaller where float32 takes more registers and shared memory."""
-    if torch.float32 in (x, weight):
+    if wide:
         return {"TILE_M": 16, "TILE_N": 32, "TILE_K": 32, "num_warps": 4, "num_stages": 2}
     return {"TILE_M": 64, "TILE_N": 64 if gated else 128, "TILE_K": 64, "num_warps": 4, "num_stages": 3}
 
 
-def _multiply(x: Tensor, weights: list[tuple[Tensor, Tensor | None]], order: Tensor, tile_map: Tensor, slots: int) -> Tensor:
+def _integer_tile_of(wide: bool) -> dict[str, int]:
+    """As `_tile_of`; the width's tile is a chunk."""
+    return {"TILE_M": 16 if wide else 64, "TILE_N": 32 if wide else 64, "num_warps": 4, "num_stages": 2}
+
+
+def _is_wide(x: Tensor, *weights: Weight) -> bool:
+    return x.dtype == torch.float32 or any(isinstance(weight, Tensor) and weight.dtype == torch.float32 for weight in weights)
+
+
+def _multiply(x: Tensor, weight: Weight, order: Tensor, tile_map: Tensor, slots: int, *, gated: bool, wide: bool) -> Tensor:
     """Every pair's product with its expert's weight [experts, outputs, width], or its activation from two of them: [pairs, outputs]."""
-    (weight, scales), (other, other_scales) = weights[0], weights[-1]
-    outputs, width = weight.shape[1:]
+    outputs, width = weight.shape[1] // (2 if gated else 1), weight.shape[2]
     out = torch.empty((order.shape[0], outputs), dtype=x.dtype, device=x.device)
-    tile = _tile_of(x.dtype, weight.dtype, len(weights) == 2)
+    if isinstance(weight, GroupInt):
+        tile = _integer_tile_of(wide)
+        _integer_grouped[(tile_map.shape[0], triton.cdiv(outputs, tile["TILE_N"]))](
+            x, weight.units, weight.scales, weight.scales if weight.zeros is None else weight.zeros, order, tile_map, out, x.stride(0),
+            GATED=gated, SLOTS=slots, EXPERT_OUTPUTS=weight.shape[1], OUTPUTS=outputs, WIDTH=width, BITS=weight.bits, GROUP=weight.group,
+            ZEROS=weight.zeros is not None, PACKED=PACKED, **tile,
+        )  # fmt: skip
+        return out
+    values, scales = (weight.values, weight.scales) if isinstance(weight, BlockFp8) else (weight, None)
+    other, other_scales = values, scales
+    if gated:
+        values, other = values[:, :outputs], values[:, outputs:]
+        if scales is not None:
+            half = outputs // FP8_BLOCK
+            assert outputs % FP8_BLOCK == 0, f"a scale block would straddle gate and up at width {outputs}"
+            scales, other_scales = scales[:, :half], scales[:, half:]
+    tile = _tile_of(wide, gated)
     _grouped[(tile_map.shape[0], triton.cdiv(outputs, tile["TILE_N"]))](
-        x, weight, other, out if scales is None else scales, out if other_scales is None else other_scales, order, tile_map, out,
-        x.stride(0), weight.stride(0), weight.stride(1), 0 if scales is None else scales.stride(0), GATED=len(weights) == 2, SLOTS=slots,
+        x, values, other, out if scales is None else scales, out if other_scales is None else other_scales, order, tile_map, out,
+        x.stride(0), values.stride(0), values.stride(1), 0 if scales is None else scales.stride(0), GATED=gated, SLOTS=slots,
         OUTPUTS=outputs, WIDTH=width, FP8=scales is not None, **tile,
     )  # fmt: skip
     return out
 
 
-def _band(y: Tensor, expert_of: Tensor, weight_of: Tensor, weights: list[tuple[Tensor, Tensor | None]], out: Tensor) -> None:
+def _band(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight, out: Tensor) -> None:
     rows, slots = expert_of.shape
-    pairs, count = rows * slots, weights[0][0].shape[0]
+    pairs, count = rows * slots, gate_up.shape[0]
+    wide = _is_wide(y, gate_up, down)  # of all, since one tile map serves gate, up and down
     ascending, order = torch.sort(expert_of.flatten(), stable=True)
-    tile_pairs = _tile_of(y.dtype, weights[0][0].dtype, True)["TILE_M"]
-    assert all(weight.dtype == weights[0][0].dtype for weight, _ in weights), "one tile map serves gate, up and down: one dtype"
+    tile_pairs = _tile_of(wide, True)["TILE_M"]
     tiles = min(pairs, count + pairs // tile_pairs)
     tile_map = torch.empty((tiles, 3), dtype=torch.int32, device=y.device)
     _map_tiles[(triton.cdiv(tiles, _MAP_TILES),)](
         ascending, tile_map, pairs, tiles, BLOCK=triton.next_power_of_2(count), STEPS=(triton.next_power_of_2(pairs) * 2 - 1).bit_length(),
         TILE_M=tile_pairs, TILES_BLOCK=_MAP_TILES, num_warps=4,
     )  # fmt: skip
-    activated = _multiply(y, weights[:2], order, tile_map, slots)
-    parts = _multiply(activated, weights[2:], order, tile_map, slots)
+    activated = _multiply(y, gate_up, order, tile_map, slots, gated=True, wide=wide)
+    parts = _multiply(activated, down, order, tile_map, slots, gated=False, wide=wide)
     # Contraction into fused multiply-adds would not round a slot's product.
     _add_slots[(rows, triton.cdiv(y.shape[1], _VALUES_BLOCK))](
         parts, weight_of, out, WIDTH=y.shape[1], SLOTS=slots, BLOCK=_VALUES_BLOCK, num_warps=4, enable_fp_fusion=False
@@ -194,19 +283,10 @@ def _band(y: Tensor, expert_of: Tensor, weight_of: Tensor, weights: list[tuple[T
 def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight) -> Tensor:
     """See the package page."""
     y, weight_of = y.contiguous(), weight_of.contiguous()
-    width = gate_up.shape[1] // 2
-    if isinstance(gate_up, BlockFp8):
-        half = width // FP8_BLOCK
-        assert width % FP8_BLOCK == 0, f"a scale block would straddle gate and up at width {width}"
-        values, scales = gate_up.values, gate_up.scales
-        weights: list[tuple[Tensor, Tensor | None]] = [(values[:, :width], scales[:, :half]), (values[:, width:], scales[:, half:])]
-    else:
-        weights = [(gate_up[:, :width], None), (gate_up[:, width:], None)]
-    weights.append((down.values, down.scales) if isinstance(down, BlockFp8) else (down, None))
     out = torch.empty_like(y)
     for start in range(0, y.shape[0], BAND_ROWS):
         band = slice(start, start + BAND_ROWS)
-        _band(y[band], expert_of[band], weight_of[band], weights, out[band])
+        _band(y[band], expert_of[band], weight_of[band], gate_up, down, out[band])
     return out
 
 
@@ -215,11 +295,22 @@ def _case(gated: bool, outputs: int, width: int, weight: str, x: str = "*bf16") 
     return {
         "x": x, "weight": weight, "other": weight, "scales": "*fp32", "other_scales": "*fp32", "order": "*i64", "tile_map": "*i32",
         "out": x, "x_row": width, "w_expert": (1 + gated) * outputs * width, "w_output": width, "s_expert": 1536, "GATED": gated,
-        "SLOTS": 8, "OUTPUTS": outputs, "WIDTH": width, "FP8": weight == "*fp8e4nv", **_tile_of(types[x], types[weight], gated),
+        "SLOTS": 8, "OUTPUTS": outputs, "WIDTH": width, "FP8": weight == "*fp8e4nv",
+        **_tile_of(torch.float32 in (types[x], types[weight]), gated),
+    }  # fmt: skip
+
+
+def _integer_case(gated: bool, outputs: int, width: int, bits: int, zeros: bool) -> dict[str, object]:
+    return {
+        "x": "*bf16", "units": "*i16", "scales": "*bf16", "zeros": "*u8" if zeros else "*bf16", "order": "*i64", "tile_map": "*i32",
+        "out": "*bf16", "x_row": width, "GATED": gated, "SLOTS": 8, "EXPERT_OUTPUTS": (1 + gated) * outputs, "OUTPUTS": outputs,
+        "WIDTH": width, "BITS": bits, "GROUP": 64, "ZEROS": zeros, "PACKED": {"cuda": True, "hip": False}, **_integer_tile_of(False),
     }  # fmt: skip
 
 
 COMPILE = [
+    (_integer_grouped, _integer_case(True, 2048, 6144, 4, False)),
+    (_integer_grouped, _integer_case(False, 6144, 2048, 8, True)),
     (_map_tiles, {"sorted_experts": "*i64", "tile_map": "*i32", "pairs": "i32", "tiles": "i32", "BLOCK": 256, "STEPS": 15, "TILE_M": 64,
                   "TILES_BLOCK": _MAP_TILES, "num_warps": 4}),
     (_grouped, _case(True, 2048, 6144, "*bf16")),

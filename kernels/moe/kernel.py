@@ -7,9 +7,8 @@ follows, and where a row has several slots a last launch adds them. A dense MLP 
 Invariants:
 1. As in `kernels/linear/kernel.py`: tilings follow from the weight's shape; a pair has one of 16 places in a tile that is always whole, so
    who shares its tile changes no bit.
-2. A row's slots are added from 0 up in float32, each product rounded; no atomics.
-3. Between the products values are rounded once, to the rows' dtype, after the activation.
-4. The grid over tiles is the most that so many pairs can need; tiles past the last are marked -1 on the device and end at once.
+2. Between the products values are rounded once, to the rows' dtype, after the activation.
+3. The grid over tiles is the most that so many pairs can need (`pairs.py`); tiles past the last end at once.
 
 Floor: the bytes of the distinct experts' weights once (75 MiB each for 3 x 2,048 x 6,144 bf16), and of the shared or dense weights.
 """
@@ -20,60 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
+from kernels.linear.group_int import GroupInt
 from kernels.linear.kernel import TILE_ROWS, accumulate, is_wide, launch_options, split_width_of
 from kernels.linear.tiling import Tiling, gated_tiling, tiling_of
+from kernels.moe import integers
+from kernels.moe.integers import distance
+from kernels.moe.pairs import Grouping, combined, grouped, tile_pairs
 
 __all__ = ["experts", "gated_mlp"]
 
-Weight = Tensor | BlockFp8
+Weight = Tensor | BlockFp8 | GroupInt
 Scaled = tuple[Tensor, Tensor | None]
 Tilings = tuple[Tiling | None, Tiling | None]
-_PAIRS_BLOCK = 64
-_VALUES_BLOCK = 256
-
-
-@triton.jit
-def _group(expert_of, tile_expert, tile_pair, pairs, tiles, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
-    """Give every pair its place: tiles of one expert each, experts ascending, an expert's pairs in their order."""
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(expert_of + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    expert = tl.arange(0, EXPERTS_BLOCK)
-    counts = tl.zeros([EXPERTS_BLOCK], tl.int32)
-    rank = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        theirs = tl.load(expert_of + other, mask=other < pairs, other=-1).to(tl.int32)
-        counts += tl.sum((theirs[:, None] == expert[None, :]).to(tl.int32), 0)
-        rank += tl.sum(((theirs[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])).to(tl.int32), 1)
-    needed = (counts + TILE_M - 1) // TILE_M
-    first_of = tl.cumsum(needed) - needed
-    same = mine[:, None] == expert[None, :]
-    first = tl.sum(tl.where(same, first_of[None, :], 0), 1)
-    count = tl.sum(tl.where(same, counts[None, :], 0), 1)
-    tile = first + rank // TILE_M
-    known = pair < pairs
-    tl.store(tile_pair + tile * TILE_M + rank % TILE_M, pair, mask=known)
-    tl.store(tile_expert + tile * 2, mine, mask=known & (rank % TILE_M == 0))
-    tl.store(tile_expert + tile * 2 + 1, tl.minimum(count - rank, TILE_M), mask=known & (rank % TILE_M == 0))
-    if tl.program_id(0) == 0:
-        used = tl.sum(needed)
-        for start in range(0, tiles, BLOCK):
-            spare = start + tl.arange(0, BLOCK)
-            tl.store(tile_expert + spare * 2, tl.full([BLOCK], -1, tl.int32), mask=(spare >= used) & (spare < tiles))
-
-
-@triton.jit
-def _tile_pairs(tile_expert, tile_pair, pairs, GROUPED: tl.constexpr, TILE_M: tl.constexpr):
-    """A tile's expert (below 0: no tile), its pairs, and which of 16 are pairs."""
-    tile = tl.program_id(0)
-    place = tl.arange(0, TILE_M)
-    expert, pair = tile * 0, tile * TILE_M + place
-    known = pair < pairs
-    if GROUPED:
-        expert = tl.load(tile_expert + tile * 2)
-        known = (place < tl.load(tile_expert + tile * 2 + 1)) & (expert >= 0)
-        pair = tl.load(tile_pair + tile * TILE_M + place, mask=known, other=0)
-    return expert, pair, known
 
 
 @triton.jit
@@ -81,7 +38,7 @@ def _gate_up(x, gate, scales, tile_expert, tile_pair, activated, pairs, x_row, w
              ROW_PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, FP8: tl.constexpr,
              GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """activated [pairs, OUTPUTS]: silu of the gate's product times the up's, which lies `up_from_gate` values further in memory."""
-    expert, pair, x_mask = _tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
+    expert, pair, x_mask = tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
     if expert >= 0:
         both = tl.arange(0, 2 * TILE_N)
         output = tl.program_id(1) * TILE_N + both % TILE_N
@@ -104,7 +61,7 @@ def _down(x, weight, scales, tile_expert, tile_pair, out, pairs, w_expert, w_out
           SPLITS: tl.constexpr, SPLIT_WIDTH: tl.constexpr, FP8: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
           TILE_N: tl.constexpr, TILE_K: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     """out [SPLITS, pairs, OUTPUTS]: a split of each pair's product with its expert's weight."""
-    expert, pair, x_mask = _tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
+    expert, pair, x_mask = tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
     if expert >= 0:
         output = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
         split = tl.program_id(2)
@@ -118,24 +75,7 @@ def _down(x, weight, scales, tile_expert, tile_pair, out, pairs, w_expert, w_out
         tl.store(to, acc.to(out.dtype.element_ty), mask=x_mask[:, None] & w_mask[None, :])
 
 
-@triton.jit
-def _combine(parts, weight_of, out, pairs, WIDTH: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr, WEIGHTED: tl.constexpr,
-             BLOCK: tl.constexpr):  # fmt: skip
-    """A row's slots times their weights, added in order."""
-    value = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(1).to(tl.int64)
-    inside = value < WIDTH
-    total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(SLOTS):
-        pair = row * SLOTS + slot
-        part = tl.zeros([BLOCK], tl.float32)
-        for split in tl.static_range(SPLITS):
-            part += tl.load(parts + (split * pairs + pair) * WIDTH + value, mask=inside, other=0.0)
-        total += part * tl.load(weight_of + pair) if WEIGHTED else part
-    tl.store(out + row * WIDTH + value, total.to(out.dtype.element_ty), mask=inside)
-
-
-def _tensors(weight: Weight) -> tuple[Tensor, Tensor | None]:
+def _tensors(weight: Tensor | BlockFp8) -> tuple[Tensor, Tensor | None]:
     return (weight.values, weight.scales) if isinstance(weight, BlockFp8) else (weight, None)
 
 
@@ -147,12 +87,7 @@ def _tiles(tiling: Tiling, width: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _distance(one: Tensor, other: Tensor) -> int:
-    """Values from the first of `one` to the first of `other`."""
-    return (other.data_ptr() - one.data_ptr()) // one.element_size()
-
-
-def _activated(x: Tensor, gate: Scaled, up: Scaled, grouping: tuple[Tensor, Tensor] | None, slots: int, tiling: Tiling | None) -> Tensor:
+def _activated(x: Tensor, gate: Scaled, up: Scaled, grouping: Grouping | None, slots: int, tiling: Tiling | None) -> Tensor:
     """What each pair's down product reads: [pairs, width] in x's dtype. Weights are [experts, width, hidden], of the same strides."""
     (values, scales), (up_values, up_scales) = gate, up
     outputs, width = values.shape[1:]
@@ -160,18 +95,18 @@ def _activated(x: Tensor, gate: Scaled, up: Scaled, grouping: tuple[Tensor, Tens
     pairs = x.shape[0] * slots
     how = tiling or gated_tiling(outputs, width, wide=is_wide(x.dtype, values.dtype))
     activated = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
-    tile_expert, tile_pair = grouping or (activated, activated)
-    tiles = tile_expert.shape[0] if grouping else triton.cdiv(pairs, TILE_ROWS)
+    tile_expert, tile_pair = (grouping.expert, grouping.pair) if grouping else (activated, activated)
+    tiles = grouping.tiles if grouping else triton.cdiv(pairs, TILE_ROWS)
     _gate_up[(tiles, triton.cdiv(outputs, how.outputs))](
         x, values, values if scales is None else scales, tile_expert, tile_pair, activated, pairs, x.stride(0), values.stride(0),
-        values.stride(1), 0 if scales is None else scales.stride(0), _distance(values, up_values),
-        0 if scales is None or up_scales is None else _distance(scales, up_scales), ROW_PAIRS=slots, OUTPUTS=outputs, WIDTH=width,
-        FP8=scales is not None, GROUPED=grouping is not None, **_tiles(how, width),
+        values.stride(1), 0 if scales is None else scales.stride(0), distance(values, up_values),
+        0 if scales is None or up_scales is None else distance(scales, up_scales), ROW_PAIRS=slots, OUTPUTS=outputs, WIDTH=width,
+        FP8=scales is not None, GROUPED=grouping.mode if grouping else 0, **_tiles(how, width),
     )  # fmt: skip
     return activated
 
 
-def _lowered(x: Tensor, down: Scaled, grouping: tuple[Tensor, Tensor] | None, weight_of: Tensor | None, tiling: Tiling | None) -> Tensor:
+def _lowered(x: Tensor, down: Scaled, grouping: Grouping | None, weight_of: Tensor | None, tiling: Tiling | None) -> Tensor:
     """Each row's slots through `down` [experts, hidden, width], weighted and added: [rows, hidden] in x's dtype, of x [pairs, width]."""
     values, scales = down
     pairs, width = x.shape
@@ -181,18 +116,15 @@ def _lowered(x: Tensor, down: Scaled, grouping: tuple[Tensor, Tensor] | None, we
     out = torch.empty((pairs // slots, outputs), dtype=x.dtype, device=x.device)
     direct = how.splits == 1 and weight_of is None
     parts = out if direct else torch.empty((how.splits, pairs, outputs), dtype=torch.float32, device=x.device)
-    tile_expert, tile_pair = grouping or (parts, parts)
-    tiles = tile_expert.shape[0] if grouping else triton.cdiv(pairs, TILE_ROWS)
+    tile_expert, tile_pair = (grouping.expert, grouping.pair) if grouping else (parts, parts)
+    tiles = grouping.tiles if grouping else triton.cdiv(pairs, TILE_ROWS)
     _down[(tiles, triton.cdiv(outputs, how.outputs), how.splits)](
         x, values, values if scales is None else scales, tile_expert, tile_pair, parts, pairs, values.stride(0), values.stride(1),
         0 if scales is None else scales.stride(0), OUTPUTS=outputs, WIDTH=width, SPLITS=how.splits, FP8=scales is not None,
-        GROUPED=grouping is not None, **_tiles(how, width),
+        GROUPED=grouping.mode if grouping else 0, **_tiles(how, width),
     )  # fmt: skip
-    if not direct:  # contraction into fused multiply-adds would not round a slot's product
-        _combine[(triton.cdiv(outputs, _VALUES_BLOCK), pairs // slots)](
-            parts, parts if weight_of is None else weight_of, out, pairs, WIDTH=outputs, SLOTS=slots, SPLITS=how.splits,
-            WEIGHTED=weight_of is not None, BLOCK=_VALUES_BLOCK, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    if not direct:
+        combined(parts, weight_of, out)
     return out
 
 
@@ -200,8 +132,18 @@ def gated_mlp(y: Tensor, gate: Weight, up: Weight, down: Weight, tilings: Tiling
     """See the package page and `experts`."""
     if y.shape[0] == 0:
         return torch.empty_like(y)
-    gates, ups, downs = ((values[None], scales if scales is None else scales[None]) for values, scales in map(_tensors, (gate, up, down)))
-    return _lowered(_activated(y.contiguous(), gates, ups, None, 1, tilings[0]), downs, None, None, tilings[1])
+    y = y.contiguous()
+    if isinstance(gate, GroupInt):
+        assert isinstance(up, GroupInt), "gate is of integers, up is not"
+        activated = integers.activated(y, gate, up, None, 1, tilings[0])
+    else:
+        assert not isinstance(up, GroupInt), "up is of integers, gate is not"
+        gates, ups = ((values[None], scales if scales is None else scales[None]) for values, scales in map(_tensors, (gate, up)))
+        activated = _activated(y, gates, ups, None, 1, tilings[0])
+    if isinstance(down, GroupInt):
+        return integers.lowered(activated, down, None, None, tilings[1])
+    values, scales = _tensors(down)
+    return _lowered(activated, (values[None], scales if scales is None else scales[None]), None, None, tilings[1])
 
 
 def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down: Weight, tilings: Tilings = (None, None)) -> Tensor:
@@ -209,23 +151,22 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, do
     rows, slots = expert_of.shape
     if rows == 0:
         return torch.empty_like(y)
-    (both, both_scales), downs = _tensors(gate_up), _tensors(down)
-    count, width = both.shape[0], both.shape[1] // 2
-    pairs = rows * slots
-    tiles = min(pairs, count + pairs // TILE_ROWS)
-    tile_expert = torch.empty((tiles, 2), dtype=torch.int32, device=y.device)
-    tile_pair = torch.empty((tiles, TILE_ROWS), dtype=torch.int32, device=y.device)
-    _group[(triton.cdiv(pairs, _PAIRS_BLOCK),)](
-        expert_of.contiguous(), tile_expert, tile_pair, pairs, tiles, EXPERTS_BLOCK=triton.next_power_of_2(count), BLOCK=_PAIRS_BLOCK,
-        TILE_M=TILE_ROWS, num_warps=8,
-    )  # fmt: skip
-    half = width // FP8_BLOCK
-    assert both_scales is None or width % FP8_BLOCK == 0, f"a scale block would straddle gate and up at width {width}"
-    gates = both[:, :width], None if both_scales is None else both_scales[:, :half]
-    ups = both[:, width:], None if both_scales is None else both_scales[:, half:]
-    grouping = tile_expert, tile_pair
-    activated = _activated(y.contiguous(), gates, ups, grouping, slots, tilings[0])
-    return _lowered(activated, downs, grouping, weight_of.contiguous(), tilings[1])
+    y, weight_of = y.contiguous(), weight_of.contiguous()
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    both_integers = isinstance(gate_up, GroupInt) and isinstance(down, GroupInt)
+    grouping = grouped(expert_of, count, integers.INTEGER_ROWS if both_integers else TILE_ROWS)
+    if isinstance(gate_up, GroupInt):
+        activated = integers.activated(y, gate_up, None, grouping, slots, tilings[0])
+    else:
+        both, both_scales = _tensors(gate_up)
+        half = width // FP8_BLOCK
+        assert both_scales is None or width % FP8_BLOCK == 0, f"a scale block would straddle gate and up at width {width}"
+        gates = both[:, :width], None if both_scales is None else both_scales[:, :half]
+        ups = both[:, width:], None if both_scales is None else both_scales[:, half:]
+        activated = _activated(y, gates, ups, grouping, slots, tilings[0])
+    if isinstance(down, GroupInt):
+        return integers.lowered(activated, down, grouping, weight_of, tilings[1])
+    return _lowered(activated, _tensors(down), grouping, weight_of, tilings[1])
 
 
 def _case(outputs: int, width: int, slots: int, weight: str, gated: bool) -> dict[str, object]:
@@ -233,7 +174,7 @@ def _case(outputs: int, width: int, slots: int, weight: str, gated: bool) -> dic
     tiles = {name: value for name, value in _tiles(how, width).items() if name != "num_stages"}
     return tiles | {
         "x": "*bf16", "scales": "*fp32", "tile_expert": "*i32", "tile_pair": "*i32", "pairs": "i32", "w_expert": 2 * outputs * width,
-        "w_output": width, "s_expert": 1536, "OUTPUTS": outputs, "WIDTH": width, "FP8": weight == "*fp8e4nv", "GROUPED": slots > 1,
+        "w_output": width, "s_expert": 1536, "OUTPUTS": outputs, "WIDTH": width, "FP8": weight == "*fp8e4nv", "GROUPED": int(slots > 1),
         "num_stages": {"cuda": how.stages, "hip": 2},
     }  # fmt: skip
 
@@ -251,8 +192,6 @@ def _down_case(outputs: int, width: int, slots: int, weight: str) -> dict[str, o
 
 
 COMPILE = [
-    (_group, {"expert_of": "*i64", "tile_expert": "*i32", "tile_pair": "*i32", "pairs": "i32", "tiles": "i32", "EXPERTS_BLOCK": 256,
-              "BLOCK": _PAIRS_BLOCK, "TILE_M": TILE_ROWS, "num_warps": 8}),
     (_gate_up, _gated_case(2048, 6144, 8, "*bf16")),
     (_gate_up, _gated_case(2048, 6144, 8, "*fp8e4nv")),
     (_gate_up, _gated_case(12288, 6144, 1, "*bf16")),
@@ -260,6 +199,4 @@ COMPILE = [
     (_down, _down_case(6144, 2048, 8, "*bf16")),
     (_down, _down_case(6144, 2048, 8, "*fp8e4nv")),
     (_down, _down_case(6144, 12288, 1, "*bf16")),
-    (_combine, {"parts": "*fp32", "weight_of": "*fp32", "out": "*bf16", "pairs": "i32", "WIDTH": 6144, "SLOTS": 8, "SPLITS": 1,
-                "WEIGHTED": True, "BLOCK": _VALUES_BLOCK, "num_warps": 4}),
 ]  # fmt: skip

@@ -168,11 +168,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "num_experts_per_tok: 3 exceeds the 2 experts"),
     ({"num_key_value_heads": 2}, "num_key_value_heads: 2 differs from num_attention_heads 4"),
     ({"eos_token_id": ["x"]}, "eos_token_id must hold token ids"),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.quant_method 'awq'"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.quant_method 'gptq'"),
     ({"quantization_config": "int4"}, "quantization_config.quant_method 'int4'"),
     ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}}, "quantization_config.fmt 'e5m2'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size must be two positive integers, not None"),
-    ({"compression_config": {"format": "pack-quantized"}}, "compression_config"),
+    ({"compression_config": {"format": "pack-quantized"}}, "quantization_config.quant_method None"),
 ]
 
 
@@ -191,8 +191,8 @@ def test_refusals_name_the_field(changed: dict[str, Any], said: str) -> None:
 def test_block_size_comes_from_the_config() -> None:
     """Block-FP8 files say how many rows and columns share a scale; others have the official 128 x 128."""
     quantised = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32]}
-    assert ModelConfig.read(tiny_config(quantization_config=quantised)).weight_block == (64, 32)
-    assert ModelConfig.read(tiny_config()).weight_block == (128, 128)
+    assert ModelConfig.read(tiny_config(quantization_config=quantised)).quantisation.block == (64, 32)
+    assert ModelConfig.read(tiny_config()).quantisation.block == (128, 128)
 
 
 @pytest.mark.parametrize(

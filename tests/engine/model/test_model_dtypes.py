@@ -83,7 +83,7 @@ def test_a_bfloat16_run_stays_near_float32(tmp_path: Path) -> None:
 
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep block-FP8 on the CPU too, whose references dequantise it at each call."""
-    monkeypatch.setattr(WeightReader, "_stays_fp8", lambda self, name: self._block == (128, 128) and self.has(f"{name}_scale_inv"))
+    monkeypatch.setattr(WeightReader, "_keeps_stored", lambda self: True)
 
 
 def test_kept_fp8_weights_compute_what_dequantised_ones_do(fp8_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,13 +142,13 @@ def test_other_blocks_are_dequantised(tmp_path: Path, monkeypatch: pytest.Monkey
     config = tiny_config()
     directory = write_checkpoint(random_tensors(config, 3), config, tmp_path, fp8=True)
     reader: list[WeightReader] = []
-    stays: Callable[[WeightReader, str], bool] = WeightReader._stays_fp8
-    monkeypatch.setattr(WeightReader, "_stays_fp8", lambda self, name: reader.append(self) or stays(self, name))
+    kept: Callable[[WeightReader, str], object] = WeightReader._kept
+    monkeypatch.setattr(WeightReader, "_kept", lambda self, name: reader.append(self) or kept(self, name))
     load_model(directory)
     monkeypatch.setattr(reader[0], "_kind", type(reader[0]._kind)(torch.float32, torch.device("cuda")))
-    assert not stays(reader[0], "model.layers.0.self_attn.q_a_proj.weight")
+    assert kept(reader[0], "model.layers.0.self_attn.q_a_proj.weight") is None
     monkeypatch.setattr(reader[0], "_block", (128, 128))
-    assert stays(reader[0], "model.layers.0.self_attn.q_a_proj.weight")
+    assert kept(reader[0], "model.layers.0.self_attn.q_a_proj.weight") == "fp8"
 
 
 def test_a_device_computes_in_what_the_checkpoint_stores(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Interpreted products with weights of 4 and 8 bits: every code, zeros at both ends, ragged shapes, splits, and company."""
+
+import itertools
+
+import company
+import interpreted
+import torch
+from torch import Tensor
+
+from kernels.linear import GroupInt, integers, linear, tiling
+from kernels.linear.group_int import padded_width
+from kernels.place import BULK_ROWS
+
+
+def made(*shape: int, bits: int, group: int, zeros: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> tuple[GroupInt, Tensor]:
+    """A weight that has every code, and zeros at the lowest and highest code; and the float64 values it stands for, from the definition."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, shape, generator=generator)
+    every = torch.arange(1 << bits)[: codes.numel()]
+    codes.view(-1)[: every.numel()] = every
+    groups = -(-shape[-1] // group)
+    scales = (torch.randn((*shape[:-1], groups), generator=generator) / 2**bits / shape[-1] ** 0.5).to(dtype)
+    zero = torch.randint(0, 1 << bits, scales.shape, generator=generator)
+    zero.view(-1)[:2] = torch.tensor([0, (1 << bits) - 1])[: zero.numel()]
+    at = torch.arange(shape[-1]) // group
+    offset = zero[..., at] if zeros else 1 << (bits - 1)
+    weight = GroupInt.pack(codes.byte(), scales, zero.byte() if zeros else None, bits, group)
+    return weight, (codes - offset).double() * scales.double()[..., at]
+
+
+FORMS = list(itertools.product((4, 8), (32, 64, 128, 192), (False, True)))
+
+
+def packing_is_lossless() -> None:
+    """What is packed comes out again, code by code, behind any width; padding is the middle code and no scale."""
+    for (bits, group, zeros), width in itertools.product(FORMS, (1, 31, 64, 200, 512)):
+        weight, wanted = made(3, 5, width, bits=bits, group=group, zeros=zeros)
+        assert weight.shape == (3, 5, width)
+        assert weight.units.shape[-1] * 16 // bits == padded_width(width, bits, group) >= width
+        interpreted.same("multiplied out", weight.dequantised(torch.float64), wanted.float().double())
+        interpreted.same("an expert", weight[1].dequantised(torch.float64), wanted[1].float().double())
+
+
+def products_are_exact() -> None:
+    """Every form at ragged widths and outputs, one step or several: the float64 product of the values to float32 rounding."""
+    for number, (bits, group, zeros) in enumerate(FORMS):
+        outputs, width = ((17, 130), (3, 64), (2, 1100), (16, 257))[number % 4]
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
+        weight, values = made(outputs, width, bits=bits, group=group, zeros=zeros, dtype=dtype, seed=number)
+        x = torch.randn((2, 2 * width), generator=torch.Generator().manual_seed(number))[:, ::2]
+        name = f"{bits} bits, groups of {group}, {zeros}, {outputs} x {width}"
+        if number % 2:
+            company.near(name, linear(x, weight), x.double() @ values.t(), 2e-6)
+        else:
+            narrow = x.bfloat16()
+            company.near(f"bf16, {name}", integers.linear(narrow, weight, torch.float32), narrow.double() @ values.t(), 2e-6)
+
+
+def every_kind_of_tiling() -> None:
+    """More or fewer parts, outputs of a tile, and splits: the exact product."""
+    weight, values = made(20, 1500, bits=4, group=64, zeros=True)
+    x = torch.randn(2, 1500).bfloat16()
+    for outputs, parts, splits in ((16, 1, 1), (32, 2, 3), (32, 8, 1), (32, 1, 6)):
+        how = tiling.Tiling(outputs, 256, parts, parts, 2, splits)
+        company.near(f"{how}", integers.linear(x, weight, torch.float32, how), x.double() @ values.t(), 2e-6)
+
+
+def company_changes_no_bit() -> None:
+    """A row has the same bits alone and among 1 to 64 others; a row of NaN stays alone."""
+    for bits, group, zeros, counts in ((4, 64, False, (1, 2, 3, 4, 8, 16, 64)), (8, 32, True, (2, 9))):
+        weight, _ = made(16, 300, bits=bits, group=group, zeros=zeros)
+        x = torch.randn(5, 300)
+        company.row_invariant(lambda p, x=x, w=weight: linear(x[p].bfloat16(), w).float(), 5, counts)  # type: ignore[misc]
+        company.row_invariant(lambda p, x=x, w=weight: linear(x[p], w), 5, (9,))  # type: ignore[misc]
+        clean = linear(x, weight)
+        x[3] = float("nan")
+        got = linear(x, weight)
+        assert bool(got[3].isnan().all())
+        got[3] = clean[3]
+        interpreted.same("others", got, clean)
+
+
+def many_rows() -> None:
+    """Beyond BULK_ROWS rows, also cut to small scratch: the float64 product of the values."""
+    from kernels.linear import bulk
+
+    for bits, group, zeros in ((4, 64, False), (8, 32, True), (4, 128, True)):
+        weight, values = made(135, 300, bits=bits, group=group, zeros=zeros)
+        x = torch.randn(BULK_ROWS + 1, 300)
+        for scratch in (1, bulk.SCRATCH_BYTES):
+            bulk.SCRATCH_BYTES, kept = scratch, bulk.SCRATCH_BYTES
+            company.near("float32", linear(x, weight), x.double() @ values.t(), 1e-5)
+            company.near("bf16", linear(x.bfloat16(), weight), x.bfloat16().double() @ values.t(), 2**-5)
+            bulk.SCRATCH_BYTES = kept
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    packing_is_lossless()
+    products_are_exact()
+    every_kind_of_tiling()
+    company_changes_no_bit()
+    many_rows()
+
+
+if __name__ == "__main__":
+    main()
