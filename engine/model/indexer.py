@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.model.config import ModelConfig
 from engine.model.weights import Weight, WeightReader
 from kernels.index_query import index_query, one_launch
-from kernels.linear import linear
+from kernels.linear import GroupInt, linear
 from kernels.norm import layer_norm
 from kernels.rope import rotate_first
 
@@ -65,7 +65,7 @@ class IndexerWeights:
     def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor, cleared: Tensor | None = None) -> Tensor:
         """Index query [T, I, Di] alone. Args: cleared: scratch that comes out zero as well, int32."""
         width = self.key_norm.shape[0]
-        if one_launch(qr, self.query_up, width):
+        if not isinstance(self.query_up, GroupInt) and one_launch(qr, self.query_up, width):
             return index_query(qr, self.query_up, width, cos, sin, cleared)
         if cleared is not None:
             cleared.zero_()
