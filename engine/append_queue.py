@@ -1,11 +1,12 @@
-"""Appends, a unit in flight at a time and one chunk open: there is one append ring a stage.
+"""Appends, a few units in flight and one chunk open: there is one append ring a stage.
 
-Holds the running appends and the unit whose event is awaited. Does not know what follows an append, nor decide whose chunk is next.
+Holds the running appends and the units in flight. Does not know what follows an append, nor decide whose chunk is next.
 
 Invariants:
 1. At most one chunk is open; whose the next one is, is asked anew at each chunk's end, so that a short prompt passes a long one.
 2. Units beside a step are submitted while what they cost stays within what the step allows, on the average: one that costs more is paid
    for by turns without any. One that would wait for another stream is not submitted before that is done, or it would hold up the steps.
+   Those of one turn may be in flight when the next come: they lie between the steps in flight.
 3. An append of a session that broke ends at its next turn, whatever its own operations say.
 4. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
 """
@@ -29,14 +30,14 @@ class AppendQueue:
     def __init__(self, stage: Stage) -> None:
         self.requests: list[Request] = []  # in order of their coming
         self.turns = Turns()
-        self.unit: Event[Any] | None = None  # what the next turn waits for, of the open chunk
+        self.unit: Event[Any] | None = None  # of the open chunk, what is done last or stands before the next unit
         self._stage = stage
         self._scratch = Scratch()
         self._units: dict[Request, Iterator[Unit]] = {}
         self._next: dict[Request, Unit] = {}  # taken and not submitted
         self._open: Request | None = None  # whose chunk is open
         self._ends_chunk = False  # whether it is over once `unit` is done
-        self._submitted: list[Event[Any]] = []  # since `unit` was done last: the first failure says most
+        self._submitted: list[list[Event[Any]]] = []  # a turn each, in flight or failed
         self._credit = 0
         self._failure: BaseException | None = None  # of the open chunk, until nothing of it is in flight
 
@@ -68,18 +69,18 @@ class AppendQueue:
             bytes that it could read; None: nobody decodes, a layer at a time.
         Returns: the request whose append has ended now, what it gave, and what it failed with, if it did; None while it goes on.
         """
-        if self.unit is not None and not self.unit.done():
+        waits = self.unit is not None and not self.unit.done()
+        if waits and (allowance is None or self._ends_chunk or len(self._in_turns()) > 1):
             return None
         request = self._open or chosen
         if request is None:
             return None
         # What the session's rows stand on may have failed while the append waited for its turn, or beside it: nobody reads on from there.
         self._failure = self._failure or self._first_failure() or request.session.broken
-        self.unit = None
         if self._failure is None and self._open is not None and self._ends_chunk:
             if not self._has_more(request):
                 return request, self._drop(request, abandon=False), None
-            self._open = None
+            self._open = self.unit = None
             if chosen is None:
                 return None
             request, self._failure = chosen, chosen.session.broken
@@ -87,8 +88,12 @@ class AppendQueue:
             self._failure = self._submit(request, allowance)
         return None if self._failure is None else self._fail(request)
 
+    def _in_turns(self) -> list[list[Event[Any]]]:
+        """Turns of which something is in flight."""
+        return [events for events in self._submitted if not events[-1].done()]
+
     def _first_failure(self) -> BaseException | None:
-        errors = (event.error() for event in self._submitted if event.done())
+        errors = (event.error() for events in self._submitted for event in events if event.done())
         return next((error for error in errors if error is not None), None)
 
     def _has_more(self, request: Request) -> bool:
@@ -104,27 +109,30 @@ class AppendQueue:
 
     def _in_flight(self, request: Request) -> Event[Any] | None:
         assert request.append is not None, f"request {request.id} does not append"
-        return next((event for event in self._submitted if not event.done()), request.append.fetching)
+        return next((event for events in self._submitted for event in events if not event.done()), request.append.fetching)
 
     def _submit(self, request: Request, allowance: int | None) -> BaseException | None:
         """Submit what may run now; returns what the memory layer refuses, which ends this append and not the loop."""
         if self._open is None:
             self._open = request
             self.turns.serve([request])
-        self._submitted.clear()
+        self._submitted = self._in_turns()
         self._ends_chunk = False
         self._credit = 0 if allowance is None else min(self._credit + allowance, allowance)
+        events: list[Event[Any]] = []
         try:
             while allowance is None or self._credit > 0:
                 if request not in self._next and not self._has_more(request):
                     raise AssertionError(f"request {request.id} has a chunk without an end")
                 unit = self._next[request]
                 if allowance is not None and unit.needs is not None and not unit.needs.done():
-                    self.unit = self.unit or unit.needs
+                    self.unit = unit.needs
                     break
                 del self._next[request]
                 self.unit = unit.submit()
-                self._submitted.append(self.unit)
+                events.append(self.unit)
+                if len(events) == 1:
+                    self._submitted.append(events)
                 self._credit -= unit.cost
                 self._ends_chunk = unit.ends_chunk
                 if unit.ends_chunk or (allowance is None and unit.rests):
