@@ -35,7 +35,7 @@ class EngineConfig:
     waiting_max: int = 256  # requests that may queue
     default_max_tokens: int = 32_768
     row_format: Literal["q8g64", "bf16", "f32"] = "q8g64"
-    index_key_format: Literal["auto", "bf16", "f32"] = "auto"  # auto: f32 with f32 rows, else bf16
+    index_key_format: Literal["auto", "bf16", "f32", "e4m3"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
     tape: str = ""  # file that every operation is recorded to; "": none
     dtype: Literal["auto", "f32", "bf16"] = "auto"  # auto: f32 on the CPU; on a device bf16, unless the checkpoint stores f32
@@ -64,7 +64,7 @@ class EngineConfig:
             raise BadSetting("mirror_replicas 2 needs a peer device, which is not built yet; use 1")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
-            "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32"), "load_format": ("auto", "random"),
+            "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32", "e4m3"), "load_format": ("auto", "random"),
             "dtype": ("auto", "f32", "bf16"), "graphs": ("auto", "on", "off"),
             "prefix_cache": ("auto", "on", "off"),
         }  # fmt: skip

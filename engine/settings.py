@@ -177,7 +177,7 @@ def _table(rows: Iterable[tuple[str, str, Callable[[str], object], str, str]]) -
     return table
 
 
-_KEY_FORMAT = choice("auto", "bf16", "f32", later=("e4m3",))
+_KEY_FORMAT = choice("auto", "bf16", "f32", "e4m3")
 
 SETTINGS: dict[str, Setting] = _table(
     (
@@ -197,7 +197,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("waiting_max", "engine.waiting_max", parse_integer, "N", "requests that may queue; more get 429"),
         ("default_max_tokens", "engine.default_max_tokens", parse_integer, "N", "new tokens where a request names no limit"),
         ("row_format", "engine.row_format", choice("q8g64", "bf16", "f32"), "q8g64|bf16|f32", "how rows are stored"),
-        ("index_key_format", "engine.index_key_format", _KEY_FORMAT, "auto|bf16|f32", "how index keys are stored"),
+        ("index_key_format", "engine.index_key_format", _KEY_FORMAT, "auto|bf16|f32|e4m3", "how index keys are stored"),
         ("latent_norm_eps", "engine.latent_norm_eps", parse_decimal, "X", "epsilon of the latent norms; some servers use 1e-5"),
         ("dtype", "engine.dtype", choice("auto", "f32", "bf16"), "auto|f32|bf16", "what the model computes in; auto: f32 on the CPU"),
         ("load_format", "engine.load_format", choice("auto", "random"), "auto|random", "random: seeded weights in real shapes"),

@@ -3,9 +3,10 @@
 Pure arithmetic. Holds no tensors and no addresses; knows nothing of sessions.
 
 Invariants:
-1. Row and key bytes are multiples of 16; block bytes too; every row address is congruent to its buffer's start modulo 16.
-2. A block is rows `[layer][64][row_bytes]`, then keys `[key layer][64][key_bytes]`, contiguous. Layers are local to the stage.
-3. A page is 1,024 keys `[1024][key_bytes]` of one key layer.
+1. Row bytes are multiples of 16, the bytes of 64 keys (a run) and of a block of 64; every row address is congruent to its buffer's start
+   modulo 16. Blocks and pages begin at multiples of 64.
+2. A block is rows `[layer][64][row_bytes]`, then a run of keys a key layer, contiguous. Layers are local to the stage.
+3. A page is 16 runs, 1,024 keys, of one key layer. A run is the same bytes in a block and in a page.
 Source: design, sections 4 to 6 and 10; style glossary (656-byte row).
 """
 
@@ -62,14 +63,44 @@ class RowLayout:
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
-    """Bytes of one index key."""
+    """Bytes of index keys, in runs of 64.
 
-    encoding: Literal["bf16", "f32"]
+    A run is its keys' values, each key's padded to 16 bytes, and for e4m3 behind them its 64 float32 scales: values and scales are both
+    read aligned, which keys of 132 bytes side by side would not be. A key's *address* is where its bytes begin; of e4m3 it is its run's
+    start plus its number in the run, so that one number finds values and scale (`kernels/quantize`).
+    """
+
+    encoding: Literal["bf16", "f32", "e4m3"]
     width: int  # values
 
     @property
+    def value_bytes(self) -> int:
+        """Of one value."""
+        return {"bf16": 2, "f32": 4, "e4m3": 1}[self.encoding]
+
+    @property
+    def values_bytes(self) -> int:
+        """Of one key's values, with padding: the distance between neighbouring keys' values."""
+        return _padded(self.width * self.value_bytes)
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 if self.encoding == "e4m3" else 0
+
+    @property
     def key_bytes(self) -> int:
-        return _padded(self.width * (4 if self.encoding == "f32" else 2))
+        """Of one key, its share of its run's scales included."""
+        return self.values_bytes + self.scale_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Distance between the addresses of neighbouring keys of a run."""
+        return 1 if self.encoding == "e4m3" else self.key_bytes
+
+    @property
+    def run_bytes(self) -> int:
+        """Of 64 keys."""
+        return BLOCK_ROWS * self.key_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -108,7 +139,8 @@ class BlockLayout:
 
     @property
     def key_layer_bytes(self) -> int:
-        return BLOCK_ROWS * self.key.key_bytes
+        """Of one key layer's run."""
+        return self.key.run_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -118,7 +150,8 @@ class BlockLayout:
         return layer * self.layer_bytes + row * self.row.row_bytes
 
     def key_offset(self, key_layer: int, row: int = 0) -> int:
-        return self.keys_offset + key_layer * self.key_layer_bytes + row * self.key.key_bytes
+        """From the block's address to a key's address."""
+        return self.keys_offset + key_layer * self.key_layer_bytes + row * self.key.step_bytes
 
 
 class StateField:

@@ -56,8 +56,8 @@ class Destinations:
             for values in (
                 block_addresses,
                 block + row * layout.row.row_bytes,
-                block + layout.keys_offset + row * layout.key.key_bytes,
-                pages + position % PAGE_KEYS * layout.key.key_bytes,
+                block + layout.keys_offset + row * layout.key.step_bytes,
+                pages + position % PAGE_KEYS // BLOCK_ROWS * layout.key.run_bytes + row * layout.key.step_bytes,
             )
         )
         blocks, rows_to, keys_to, pages_to = (torch.empty(values.shape, dtype=torch.int64, device=device) for values in self._values)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, StateField
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout, KeyLayout, StateField
+from kernels.quantize import stored_keys
 from memory.append import blocks_of
 from memory.copyback import Copyback
 from memory.errors import ArenaFull, BarrierFailed
@@ -97,17 +98,23 @@ def verify_mirror(session: SessionMemory, layout: BlockLayout) -> None:
             start, size = layout.row_offset(layer), within * layout.row.row_bytes
             _compare(device[start : start + size], mirror[start : start + size], f"row of layer {layer}", block, layout.row.row_bytes)
         for key_layer in range(layout.key_layers):
-            start, size = layout.key_offset(key_layer), within * layout.key.key_bytes
-            _compare(device[start : start + size], mirror[start : start + size], f"key {key_layer} in", block, layout.key.key_bytes)
+            start = layout.key_offset(key_layer)
+            here, there = device[start : start + layout.key_layer_bytes], mirror[start : start + layout.key_layer_bytes]
+            _compare_keys(here, there, within, f"key {key_layer} in", block, layout.key)
     for block in range(min(blocks_of(rows), session.pages.pages * (PAGE_KEYS // BLOCK_ROWS))):  # an idle one may have given up the others
         within = min(BLOCK_ROWS, rows - BLOCK_ROWS * block)
         page, place = divmod(BLOCK_ROWS * block, PAGE_KEYS)
-        size = within * layout.key.key_bytes
         for key_layer in range(layout.key_layers):
-            keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][:size].cpu()
+            keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][: layout.key_layer_bytes].cpu()
             start = layout.key_offset(key_layer)
-            mirror = session.mirror_block(block)[start : start + size]
-            _compare(keys, mirror, f"page key of key layer {key_layer}", block, layout.key.key_bytes)
+            mirror = session.mirror_block(block)[start : start + layout.key_layer_bytes]
+            _compare_keys(keys, mirror, within, f"page key of key layer {key_layer}", block, layout.key)
+
+
+def _compare_keys(device: torch.Tensor, mirror: torch.Tensor, within: int, what: str, block: int, key: KeyLayout) -> None:
+    """Compare the first `within` keys of two runs."""
+    here, there = (stored_keys(run, key)[:within].flatten() for run in (device, mirror))
+    _compare(here, there, what, block, key.key_bytes)
 
 
 def _compare(device: torch.Tensor, mirror: torch.Tensor, what: str, block: int, unit_bytes: int) -> None:

@@ -106,7 +106,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ({"port": "70000"}, {}, "", ["port must be between 0 and 65535"]),
         ({"hot_rows": "-1"}, {}, "", ["hot_rows must be at least 0"]),
         ({"draft_depth": "many"}, {}, "", ["--draft-depth", "auto or an integer"]),
-        ({"index_key_format": "e4m3"}, {}, "", ["e4m3 is not built yet"]),
+        ({"index_key_format": "e5m2"}, {}, "", ["--index-key-format must be one of auto, bf16, f32, e4m3"]),
         ({"placement": "gpu"}, {}, "", ["--placement must be one of offload, resident"]),
         ({}, {"FOREBAY_CLUSTER": "ray"}, "", ["FOREBAY_CLUSTER is not built yet"]),
         ({}, {"FOREBAY_DEMO": "maybe"}, "", ["FOREBAY_DEMO must be true or false"]),

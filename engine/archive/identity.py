@@ -81,7 +81,8 @@ def _parts(model: Model, layout: BlockLayout, full: tuple[int, ...]) -> tuple[Pa
     headless = 0 if model.row_layers[0].full else 1
     before = sum(1 for layer in full if layer < model.first_layer)
     rows = Part("rows", 0, model.first_layer, layout.layers, layout.row.row_bytes)
-    return rows, Part("keys", layout.key_offset(headless), before, layout.key_layers - headless, layout.key.key_bytes)
+    key = layout.key
+    return rows, Part("keys", layout.key_offset(headless), before, layout.key_layers - headless, key.key_bytes, key.scale_bytes)
 
 
 def _weights_checksum(layer: LayerWeights) -> str:

@@ -40,7 +40,7 @@ class RowsAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeysAs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How an index key is encoded."""
 
-    encoding: Literal["bf16", "f32"]
+    encoding: Literal["bf16", "f32", "e4m3"]
     width: Positive  # values
     key_bytes: Positive
 

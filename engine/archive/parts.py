@@ -3,7 +3,8 @@
 Arithmetic and views. Knows no files.
 
 Invariants:
-1. A piece is `[layer][n][unit_bytes]`, n = 64 but in a segment's last piece; pieces follow one another without gaps.
+1. A piece is `[layer]` of n units, n = 64 but in a segment's last piece; pieces follow one another without gaps. n units are
+   `[n][unit_bytes]`, or, of e4m3 keys, `[n]` values and then `[n]` scales: their planes.
 2. A whole piece of all a stage's layers is one run of a block's bytes: nothing is copied to write or to read it.
 """
 
@@ -25,21 +26,30 @@ Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]  # whoever needs a buffer t
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows, or the keys, of a stage's blocks: uint8 [layers, 64, unit_bytes] from `offset` on."""
+    """The rows, or the keys, of a stage's blocks: `layers` times 64 units, from `offset` on."""
 
     kind: Kind
     offset: int
     first_layer: int  # as the manifest counts: of keys among the layers with an indexer
     layers: int
     unit_bytes: int
+    scale_bytes: int = 0  # of a unit, that lie behind the other bytes of all of them
 
     @property
     def end_layer(self) -> int:
         return self.first_layer + self.layers
 
-    def of(self, block: Bytes, first_layer: int, layers: int) -> Bytes:
-        """uint8 [layers, 64, unit_bytes]: some of the part's layers in a block, uint8 [block_bytes]. A view."""
-        return self._flat(block, first_layer, layers).reshape(layers, BLOCK_ROWS, self.unit_bytes)
+    def of(self, block: Bytes, first_layer: int, layers: int) -> list[Bytes]:
+        """Planes of some of the part's layers in a block, uint8 [block_bytes]. Views."""
+        return self.planes(self._flat(block, first_layer, layers), layers)
+
+    def planes(self, piece: Bytes, layers: int) -> list[Bytes]:
+        """A piece of some layers, flat, as uint8 [layers, n, bytes] once or, with scales, twice. Views."""
+        by_layer = piece.reshape(layers, -1)
+        units = by_layer.shape[1] // self.unit_bytes
+        cut = units * (self.unit_bytes - self.scale_bytes)
+        parts = [by_layer[:, :cut], by_layer[:, cut:]] if self.scale_bytes else [by_layer]
+        return [part.reshape(layers, units, -1) for part in parts]
 
     def _flat(self, block: Bytes, first_layer: int, layers: int) -> Bytes:
         assert self.first_layer <= first_layer, f"layer {first_layer} before {self.first_layer}"
@@ -52,7 +62,10 @@ class Part:
         """uint8, flat: the first `rows` positions of some of the part's layers. A view when they are 64."""
         if rows == BLOCK_ROWS:
             return self._flat(block, first_layer, layers)
-        return numpy.ascontiguousarray(self.of(block, first_layer, layers)[:, :rows]).reshape(-1)
+        found = numpy.empty(layers * rows * self.unit_bytes, numpy.uint8)
+        for some, plane in zip(self.planes(found, layers), self.of(block, first_layer, layers), strict=True):
+            some[:] = plane[:, :rows]
+        return found
 
 
 def piece_bytes(segment: Segment, unit_bytes: int, piece: int) -> int:

@@ -169,5 +169,5 @@ class Reader:
 def _scatter(found: Bytes, segment: Segment, part: Part, block: Bytes) -> None:
     """A piece that is short, or that has layers which the stage has not, to its places in a block."""
     start, end = max(segment.first_layer, part.first_layer), min(segment.first_layer + segment.layers, part.end_layer)
-    layers = found.reshape(segment.layers, -1, part.unit_bytes)[start - segment.first_layer : end - segment.first_layer]
-    part.of(block, start, end - start)[:, : layers.shape[1]] = layers
+    for there, here in zip(part.planes(found, segment.layers), part.of(block, start, end - start), strict=True):
+        here[:, : there.shape[1]] = there[start - segment.first_layer : end - segment.first_layer]

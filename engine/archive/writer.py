@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import numpy
 
 from engine.archive.checks import check
 from engine.archive.directory import MANIFEST, Directory, said
@@ -166,8 +167,8 @@ class Writer:
             found = read_all(file, size, piece_offset(segment, part.unit_bytes, piece))
         if found is None or checksum(found) != segment.pieces[piece]:
             return False
-        kept = found.reshape(segment.layers, there, part.unit_bytes)[:, :within]
-        return bool((kept == here.reshape(segment.layers, within, part.unit_bytes)).all())
+        kept, ours = part.planes(found, segment.layers), part.planes(here, segment.layers)
+        return all(numpy.array_equal(one[:, :within], other) for one, other in zip(kept, ours, strict=True))
 
     # What is new.
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 from engine.config import HOT_ROWS, EngineConfig
 from engine.model.config import ModelConfig
 from engine.plan.weights import LayerBytes, WeightForm, layer_bytes
-from kernels.layout import BlockLayout, KeyLayout
+from kernels.layout import BlockLayout
 from memory.append import blocks_of, pages_of
 from memory.needs import hot_bytes, hot_slots, offload_needs, page_bytes, resident_needs, ring_bytes
 from memory.pool import allocated
@@ -24,14 +24,6 @@ from memory.row import key_format, key_layout, row_layout
 __all__ = ["KeyForm", "Rules", "SessionBytes", "StagePlan", "divide"]
 
 KeyForm: TypeAlias = Literal["auto", "bf16", "f32", "e4m3"]
-
-
-class _ScaledKeyLayout(KeyLayout):
-    """A key of one byte a value and one float32 scale: 132 bytes at 128 values. Not served yet, so planned here."""
-
-    @property
-    def key_bytes(self) -> int:
-        return self.width + 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +70,7 @@ class Rules:
     def layout(self, layers: range) -> BlockLayout:
         """A stage's block, as `open_stage` lays it out."""
         config, engine = self.config, self.engine
-        key: KeyLayout
-        if self.keys == "e4m3":
-            key = _ScaledKeyLayout("bf16", config.index_width)
-        else:
-            key = key_layout(key_format(self.keys, engine.row_format), config.index_width)
+        key = key_layout(key_format(self.keys, engine.row_format), config.index_width)
         groups = config.local_groups(layers, mtp=self.mtp and layers.stop == config.layers)
         return BlockLayout(row_layout(engine.row_format, config.latent, config.rope), key, groups)
 

@@ -21,7 +21,7 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
 
     query         [rows, heads, width]  float    rotated; any strides
     head_weights  [rows, heads]         float32  unscaled: both constant factors (width^-1/2, heads^-1/2) are applied here
-    pages         [pages]               int64    addresses of [1024][key_bytes]; position p is key p % 1024 of page p // 1024
+    pages         [pages]               int64    addresses of pages (`KeyLayout`); position p is key p % 1024 of page p // 1024
     out           [rows, columns]       float32  columns >= keys rounded up to whole pages; written in full up to there, where columns
                                                  from `keys` on hold what the page's unused keys happen to give (NaN included)
     Args: keys: how many positions have a key, >= 0; on a device also a tensor int64 [1] there, which a replayed launch reads anew (its

@@ -9,6 +9,7 @@ Invariants:
    product of a program, and how many programs there are, changes no bit.
 2. A column depends on its own key only; columns past a row's last key are not written (`score_places`).
 3. relu keeps NaN. Factors are applied to the head weights in the reference's order.
+4. e4m3 values are multiplied as they are, exactly as bf16 ones are; a key's scale, which is not negative, multiplies the sum over heads.
 
 Floor: 256 B a key, 62 us for 1,048,576 keys at 4.3 TB/s; 8.6 GFLOP a row, so products must run in the matrix units (bf16 by bf16):
 16 KiB a block, five in flight a program, two programs a multiprocessor, because four rows take 211 registers a thread. float32 queries or
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import PAGE_KEYS, KeyLayout, TableField
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, KeyLayout, TableField
 from kernels.linear.kernel import dot_exact
 from kernels.select.digits import ROW_COUNTS, count_digits
 
@@ -31,8 +32,12 @@ ROWS_MAX = 4  # query rows that share one reading of the keys
 PROGRAMS = 264
 STAGES = 6
 WARPS = 4
+SCALED_PROGRAMS = 528  # of e4m3 keys: half the bytes a block, and its values are widened in registers; half as many for four rows
+SCALED_STAGES = 12  # five blocks of 8 KiB and their scales
 _HIP_STAGES = 2
+RUN = tl.constexpr(BLOCK_ROWS)
 INT64 = tl.constexpr(tl.pointer_type(tl.int64))
+FLOAT32 = tl.constexpr(tl.pointer_type(tl.float32))
 PAGE = tl.constexpr(PAGE_KEYS)
 ROWS = tl.constexpr(TableField.ROWS)
 PAGES = tl.constexpr(TableField.PAGES)
@@ -55,8 +60,9 @@ def _place_rows(place_of, positions, rows, place, numbers, ROWS_BLOCK: tl.conste
 def _score(table, pages, keys, place_of, positions, query, head_weights, out, counts, begin, rows, group, q_row, q_head, q_value, w_row,
            w_head, out_row, COUNTING: tl.constexpr, WORKERS: tl.constexpr, FIELDS: tl.constexpr, PLACES: tl.constexpr,
            KEYS_LOADED: tl.constexpr, ROWS_BLOCK: tl.constexpr, GROUP_ROWS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-           KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-           HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
+           KEY_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, BLOCK: tl.constexpr, RUN_BYTES: tl.constexpr,
+           WIDE: tl.constexpr, SCALED: tl.constexpr, LOOP_STAGES: tl.constexpr, HEADS_FACTOR: tl.constexpr,
+           WIDTH_FACTOR: tl.constexpr):  # fmt: skip
     owner = tl.program_id(1)  # a place, or a group of rows
     number = owner * GROUP_ROWS
     count = tl.minimum(number + GROUP_ROWS, rows)
@@ -69,7 +75,7 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, co
         from_pages = (tl.load(fields + PAGES) + group * tl.load(fields + PAGES_MAX) * 8).to(INT64)
     elif KEYS_LOADED:
         keys = (tl.load(keys).to(tl.int64) + PAGE - 1) // PAGE * PAGE
-    kind: tl.constexpr = tl.pointer_type(tl.float32) if WIDE else tl.pointer_type(tl.bfloat16)
+    kind: tl.constexpr = tl.pointer_type(tl.float32 if WIDE else tl.float8e4nv if SCALED else tl.bfloat16)
     columns: tl.constexpr = GROUP_ROWS * HEADS_BLOCK
     place_in_block = tl.arange(0, BLOCK)
     value = tl.arange(0, WIDTH_BLOCK)
@@ -85,17 +91,26 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, co
         asked = tl.load(query + from_query[None, :] + (value * q_value)[:, None], mask=known[None, :] & (value < WIDTH)[:, None], other=0.0)
         weights = tl.load(head_weights + from_weight, mask=known, other=0.0) * HEADS_FACTOR * WIDTH_FACTOR
         blocks = ((tl.max(end) + BLOCK - 1) // BLOCK).to(tl.int32)
-        for step in tl.range(0, (blocks - tl.program_id(0) + WORKERS - 1) // WORKERS):
+        for step in tl.range(0, (blocks - tl.program_id(0) + WORKERS - 1) // WORKERS, num_stages=LOOP_STAGES):
             block = tl.program_id(0) + step * WORKERS
             page = tl.multiple_of(tl.load(from_pages + block * BLOCK // PAGE).to(kind), 16)
-            at = (block * BLOCK % PAGE + place_in_block)[:, None] * KEY_STRIDE + value[None, :]
-            if WIDTH == WIDTH_BLOCK:
-                key = tl.load(page + at)
+            if SCALED:  # bytes of runs: 64 keys' values, then their scales
+                run = page + block * BLOCK % PAGE // RUN * RUN_BYTES
+                from_key = run + (place_in_block // RUN * RUN_BYTES + place_in_block % RUN * KEY_STRIDE)[:, None] + value[None, :]
+                from_scale = (run + RUN * KEY_STRIDE).to(FLOAT32) + (place_in_block // RUN * (RUN_BYTES // 4) + place_in_block % RUN)
             else:
-                key = tl.load(page + at, mask=value[None, :] < WIDTH, other=0.0)
+                from_key = page + ((block * BLOCK % PAGE + place_in_block)[:, None] * KEY_STRIDE + value[None, :])
+            if WIDTH == WIDTH_BLOCK:
+                key = tl.load(from_key)
+            else:
+                key = tl.load(from_key, mask=value[None, :] < WIDTH, other=0.0)
+            if SCALED:
+                key = key.to(tl.float32).to(tl.bfloat16)
             product = dot_exact(key, asked, tl.zeros([BLOCK, columns], tl.float32))
             score = tl.where(product < 0.0, 0.0, product) * weights[None, :]
             score = tl.sum(tl.reshape(score, [BLOCK, GROUP_ROWS, HEADS_BLOCK]), 2)
+            if SCALED:
+                score = score * tl.load(from_scale)[:, None]
             column = block.to(tl.int64) * BLOCK + place_in_block
             tl.store(out + which[None, :] * out_row + column[:, None], score, mask=column[:, None] < end[None, :])
         if COUNTING:
@@ -113,15 +128,21 @@ def _shapes(
 ) -> dict[str, int | float | bool]:
     """Launch constants: shapes of the weight, and how the work is cut, which changes no bit."""
     _, heads, width = query.shape
-    wide = layout.encoding == "f32"
+    size, scaled = layout.value_bytes, layout.scale_bytes > 0
+    programs = PROGRAMS if not scaled else SCALED_PROGRAMS // (1 if group_rows < ROWS_MAX else 2)
     return {
         "q_row": query.stride(0), "q_head": query.stride(1), "q_value": query.stride(2), "w_row": head_weights.stride(0),
-        "w_head": head_weights.stride(1), "WORKERS": max(1, min(PROGRAMS // owners, triton.cdiv(columns, BLOCK_KEYS))),
-        "GROUP_ROWS": group_rows, "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.key_bytes // (4 if wide else 2),
+        "w_head": head_weights.stride(1), "WORKERS": max(1, min(programs // owners, triton.cdiv(columns, BLOCK_KEYS))),
+        "GROUP_ROWS": group_rows, "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.values_bytes // size,
         "HEADS_BLOCK": max(16, triton.next_power_of_2(heads)), "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)), "BLOCK": BLOCK_KEYS,
-        "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": WARPS,
-        "num_stages": _HIP_STAGES if torch.version.hip else STAGES,
+        "RUN_BYTES": layout.run_bytes, "WIDE": size == 4, "SCALED": scaled, "LOOP_STAGES": _stages(scaled) if scaled else None,
+        "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5, "num_warps": WARPS, "num_stages": _stages(scaled),
     }  # fmt: skip
+
+
+def _stages(scaled: bool) -> int:
+    """Of the loop over blocks. A loop told of its own has loads pipelined that feed no product too: the scales."""
+    return _HIP_STAGES if torch.version.hip else SCALED_STAGES if scaled else STAGES
 
 
 def _group_rows(rows: int) -> int:
@@ -168,19 +189,20 @@ def score_places(
     )  # fmt: skip
 
 
-def _case(rows: int, query: str, keys: str, counting: bool = False) -> dict[str, object]:
-    layout = KeyLayout("f32" if keys == "*fp32" else "bf16", 128)
+def _case(rows: int, keys: str, counting: bool = False) -> dict[str, object]:
+    layout = KeyLayout(keys, 128)  # type: ignore[arg-type]  # one of them
     shapes = _shapes(torch.empty((rows, 32, 128), device="meta"), torch.empty((rows, 32), device="meta"), layout, 1, 1 << 20, rows)
+    stages = {"cuda": SCALED_STAGES if layout.scale_bytes else STAGES, "hip": _HIP_STAGES}
     return shapes | {
-        "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": query, "head_weights": "*fp32",
+        "table": "*i64", "pages": "*i64", "keys": "i64", "place_of": "*i32", "positions": "*i64", "query": "*bf16", "head_weights": "*fp32",
         "out": "*fp32", "counts": "*i32" if counting else "*i64", "begin": "i32", "rows": "i32", "group": "i32",
         "out_row": 1 << 20, "COUNTING": counting, "FIELDS": 139, "PLACES": rows != 2, "KEYS_LOADED": False,
-        "ROWS_BLOCK": rows, "num_stages": {"cuda": STAGES, "hip": _HIP_STAGES},
+        "ROWS_BLOCK": rows, "num_stages": stages, "LOOP_STAGES": stages if layout.scale_bytes else None,
     }  # fmt: skip
 
 
 COMPILE = [
-    *((_score, _case(rows, "*bf16", "*bf16")) for rows in (1, 2, 4)),
-    (_score, _case(1, "*bf16", "*bf16", counting=True)),
-    (_score, _case(4, "*bf16", "*bf16", counting=True)),
+    *((_score, _case(rows, "bf16")) for rows in (1, 2, 4)),
+    *((_score, _case(rows, "e4m3")) for rows in (1, 4)),
+    *((_score, _case(rows, keys, counting=True)) for rows, keys in ((1, "bf16"), (4, "bf16"), (1, "e4m3"))),
 ]

@@ -4,13 +4,14 @@ Invariants:
 1. A score is one product of a fixed shape, [8 * heads, width] by a whole page, then a sum over heads of a fixed shape.
 2. A column depends on its own key only, so what lies in a page past the last key harms nobody.
 3. Both constant factors are folded into the head weights: they are positive, and relu(s * x) = s * relu(x) for positive s.
+4. For the same reason an e4m3 key's scale multiplies the sum over heads, and its values are multiplied as they are. A scale of NaN shows.
 """
 
 import torch
 from torch import Tensor
 
 from kernels.address import tensor_at
-from kernels.layout import PAGE_KEYS, KeyLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, KeyLayout
 from kernels.tile import TILE_ROWS, empty_tiles, padded_rows
 
 __all__ = ["index_scores"]
@@ -29,6 +30,7 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int, 
     score = torch.empty((TILE_ROWS, PAGE_KEYS))
     for page, address in enumerate(pages[: -(-keys // PAGE_KEYS)].tolist()):
         transposed = _page_keys(address, layout).t()
+        scales = _page_scales(address, layout) if layout.scale_bytes else None
         columns = out[:, page * PAGE_KEYS : (page + 1) * PAGE_KEYS]
         for tile in range(tiles.shape[0]):
             start = tile * TILE_ROWS
@@ -36,6 +38,8 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int, 
             product.clamp_min_(0.0)
             by_head.mul_(weights[start : start + TILE_ROWS])
             torch.sum(by_head, 1, out=score)
+            if scales is not None:
+                score.mul_(scales)
             stop = min(start + TILE_ROWS, rows)
             columns[start:stop].copy_(score[: stop - start])
 
@@ -51,11 +55,20 @@ def _query_tiles(query: Tensor) -> Tensor:
 
 
 def _page_keys(address: int, layout: KeyLayout) -> Tensor:
-    """A page's keys, [1024, width] float32, aligned; a view of the page where it can be."""
-    dtype = torch.float32 if layout.encoding == "f32" else torch.bfloat16
-    stored: Tensor = tensor_at(address, (PAGE_KEYS, layout.key_bytes // dtype.itemsize), dtype)[:, : layout.width]
+    """A page's keys, [1024, width] float32, aligned; a view of the page where it can be. Without their scales."""
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[layout.encoding]
+    runs = tensor_at(address, (PAGE_KEYS // BLOCK_ROWS, layout.run_bytes // dtype.itemsize), dtype)
+    width = layout.values_bytes // dtype.itemsize
+    by_run: Tensor = runs[:, : BLOCK_ROWS * width].unflatten(1, (BLOCK_ROWS, width))
+    stored = by_run[..., : layout.width]
     if dtype == torch.float32 and address % 64 == 0 and layout.key_bytes % 64 == 0:
-        return stored
+        return stored.flatten(0, 1)
     keys = empty_tiles((PAGE_KEYS, layout.width), torch.float32)
-    keys.copy_(stored)
+    keys.unflatten(0, (-1, BLOCK_ROWS)).copy_(stored)
     return keys
+
+
+def _page_scales(address: int, layout: KeyLayout) -> Tensor:
+    """Scales of a page's keys, [1024] float32."""
+    runs = tensor_at(address, (PAGE_KEYS // BLOCK_ROWS, layout.run_bytes // 4), torch.float32)
+    return runs[:, BLOCK_ROWS * layout.values_bytes // 4 :].flatten()

@@ -37,7 +37,7 @@ def _live_fields(table, place_of, row, wanted, FIELDS: tl.constexpr):
 @triton.jit
 def _locate_new(
     table, place_of, positions, row_out, key_out, page_out, rows, FIELDS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    KEYS_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, KEY_BYTES: tl.constexpr, TILE: tl.constexpr,
+    KEYS_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, RUN_BYTES: tl.constexpr, KEY_STEP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -46,7 +46,8 @@ def _locate_new(
     position = tl.load(positions + row, mask=live, other=0)
     pages = tl.load(fields + PAGES, mask=live, other=0).to(INT64) + layer * tl.load(fields + PAGES_MAX, mask=live, other=0)
     page = tl.load(pages + position // P_KEYS, mask=live, other=0)
-    key = tl.where(page != 0, page + position % P_KEYS * KEY_BYTES, 0)
+    inside = position % B_ROWS
+    key = tl.where(page != 0, page + position % P_KEYS // B_ROWS * RUN_BYTES + inside * KEY_STEP, 0)
     tl.store(page_out + layer.to(tl.int64) * rows + row, key, mask=wanted)
     if layer == 0:
         ring = tl.load(fields + RING, mask=live, other=0)
@@ -54,9 +55,8 @@ def _locate_new(
         blocks = tl.load(fields + BLOCKS, mask=resident, other=0).to(INT64)
         block = tl.load(blocks + position // B_ROWS, mask=resident, other=0)
         block = tl.where(ring != 0, ring + position // B_ROWS % R_BLOCKS * BLOCK_BYTES, block)
-        inside = position % B_ROWS
         tl.store(row_out + row, tl.where(block != 0, block + inside * ROW_BYTES, 0), mask=wanted)
-        tl.store(key_out + row, tl.where(block != 0, block + KEYS_OFFSET + inside * KEY_BYTES, 0), mask=wanted)
+        tl.store(key_out + row, tl.where(block != 0, block + KEYS_OFFSET + inside * KEY_STEP, 0), mask=wanted)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, posit
     if rows:
         _locate_new[(triton.cdiv(rows, NEW_TILE), layers)](
             table, place_of, positions, row_out, key_out, page_out, rows, table.shape[1], block_layout.block_bytes,
-            block_layout.keys_offset, block_layout.row.row_bytes, block_layout.key.key_bytes, NEW_TILE,
+            block_layout.keys_offset, block_layout.row.row_bytes, block_layout.key.run_bytes, block_layout.key.step_bytes, NEW_TILE,
         )  # fmt: skip
     return row_out, key_out, page_out
 
@@ -114,9 +114,10 @@ _FIELDS = TableLayout(22).fields
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": _FIELDS, "ROW_BYTES": 656}
 _NEW = {"positions": "*i64", "row_out": "*i64", "key_out": "*i64", "page_out": "*i64", "rows": "i32", "TILE": NEW_TILE}
 _PLAN = dict.fromkeys(("selection", "chosen", "slot", "fill", "miss"), "*i32") | {"source": "*i64", "miss_source": "*i64"}
-_NEW_AT = {"BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "KEY_BYTES": 256}
+_NEW_AT = {"BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "RUN_BYTES": 16384, "KEY_STEP": 256}
 COMPILE = [
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT}),
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "rows": 1}),  # Triton makes a constant of an argument that is 1
+    (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "RUN_BYTES": 8448, "KEY_STEP": 1}),
     (_locate_resident, {**_TABLE, **_PLAN, "misses": "*i64", "picks_all": "i32", "PICKS": 2048, "TILE": PICKS_TILE}),
 ]

@@ -28,13 +28,13 @@ def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, posit
     row = position % BLOCK_ROWS
     rows, keys = torch.zeros_like(positions), torch.zeros_like(positions)
     rows[live] = blocks + row * block_layout.row.row_bytes
-    keys[live] = blocks + block_layout.keys_offset + row * block_layout.key.key_bytes
+    keys[live] = blocks + block_layout.keys_offset + row * block_layout.key.step_bytes
     layer = torch.arange(block_layout.key_layers)[:, None]
     entries = table[place, TableField.PAGES] + 8 * (layer * table[place, TableField.PAGES_MAX] + position // PAGE_KEYS)
     page = values_at(entries.flatten(), torch.int64).view(entries.shape)
     assert bool((page != 0).all()), "a new key's page is not in the page table"
     pages = torch.zeros((block_layout.key_layers, positions.shape[0]), dtype=torch.int64)
-    pages[:, live] = page + position % PAGE_KEYS * block_layout.key.key_bytes
+    pages[:, live] = page + position % PAGE_KEYS // BLOCK_ROWS * block_layout.key.run_bytes + row * block_layout.key.step_bytes
     return rows, keys, pages
 
 

@@ -7,6 +7,8 @@ Choices:
 1. A non-finite input spoils its whole group of 64 (NaN scale) instead of being clamped: a broken layer must not look healthy.
 2. A scale that rounds to zero drops values below 3.8e-6 in magnitude; float16's subnormal scales are used as they are.
 3. A scale above float16's range saturates: values beyond 65504 * 127 = 8.3e6 are clamped.
+4. An e4m3 key has one float32 scale, amax / 448 and not the power of two above it that others take: a key's values then reach the largest
+   code, which at the same width costs nothing, and a key lies below 5e-36 before its scale becomes zero.
 """
 
 from torch import Tensor
@@ -15,7 +17,7 @@ from kernels.layout import KeyLayout, RowLayout
 from kernels.place import on_cpu
 from kernels.quantize import reference
 
-__all__ = ["append_keys", "append_rows", "pack_keys", "pack_rows", "unpack_keys", "unpack_rows"]
+__all__ = ["append_keys", "append_rows", "pack_keys", "pack_rows", "stored_keys", "unpack_keys", "unpack_rows"]
 
 
 def pack_rows(latent: Tensor, rope: Tensor, layout: RowLayout) -> Tensor:
@@ -52,7 +54,7 @@ def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     """Pack index keys.
 
     keys     [T, Di]         any float  device  after rotation
-    returns  [T, key_bytes]  uint8      device  written in full; padding is zero
+    returns  [T, key_bytes]  uint8      device  a key's values, zero padding, and its scale if it has one; written in full
     """
     assert keys.shape[1] == layout.width, f"keys {tuple(keys.shape)} do not fit {layout}"
     if on_cpu("pack_keys", keys):
@@ -63,9 +65,9 @@ def pack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
 
 
 def unpack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
-    """Values of packed keys.
+    """Values of packed keys, times their scales.
 
-    keys     [..., key_bytes]  uint8  device
+    keys     [..., key_bytes]  uint8  device  as `pack_keys` and `stored_keys` have them
     returns  [..., Di]         f32    device  contiguous
     """
     assert keys.shape[-1] == layout.key_bytes, f"keys of {keys.shape[-1]} bytes, not {layout.key_bytes}"
@@ -98,7 +100,7 @@ def append_keys(keys: Tensor, destinations: Tensor, offset_bytes: int, layout: K
     """Pack index keys and store each at `destinations[t] + offset_bytes`.
 
     keys          [T, Di]  any float  device
-    destinations  [T]      int64      device  an address each; 0: padding, nothing is stored; others distinct
+    destinations  [T]      int64      device  a key's address each (`KeyLayout`); 0: padding, nothing is stored; others distinct
     offset_bytes           key_layer * BlockLayout.key_layer_bytes for a block's keys, 0 for a page's
     """
     assert destinations.shape == (keys.shape[0],), f"{tuple(destinations.shape)} destinations for {keys.shape[0]} keys"
@@ -108,3 +110,12 @@ def append_keys(keys: Tensor, destinations: Tensor, offset_bytes: int, layout: K
         from kernels.quantize import kernel
 
         kernel.append_keys(keys, destinations, offset_bytes, layout)
+
+
+def stored_keys(runs: Tensor, layout: KeyLayout) -> Tensor:
+    """The keys of whole runs, each key's bytes together.
+
+    runs     [..., n * run_bytes]  uint8  anywhere  contiguous; a page's 16 runs, or one of a block
+    returns  [64 * n, key_bytes]   uint8  there     as `pack_keys` has them; a view where keys lie so
+    """
+    return reference.stored_keys(runs, layout)

@@ -2,7 +2,7 @@
 
 One program packs one row and stores it where it belongs; nothing passes through a buffer between. Rounding is written out so that no
 card's own instruction decides it: divisions are correctly rounded, halves go to even by adding and taking away 1.5 * 2^23 (exact up to
-2^22), and bfloat16 is rounded on the bits.
+2^22), and bfloat16 and e4m3 are rounded on the bits.
 
 Invariants: those of the reference; a row's bytes depend on that row alone, whatever the number of rows.
 
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import SCALE_GROUP, KeyLayout, RowLayout
+from kernels.layout import BLOCK_ROWS, SCALE_GROUP, KeyLayout, RowLayout
 
 __all__ = [
-    "GROUP", "append_keys", "append_rows", "key_shape", "pack_keys", "pack_rows", "row_shape", "store_quantized", "store_wide",
-    "store_zeros", "unpack_keys", "unpack_rows",
+    "FLOAT_MAX", "GROUP", "append_keys", "append_rows", "e4m3_codes", "e4m3_scale", "key_shape", "pack_keys", "pack_rows", "row_shape",
+    "store_quantized", "store_scaled", "store_wide", "store_zeros", "unpack_keys", "unpack_rows",
 ]  # fmt: skip
 
 GROUP = tl.constexpr(SCALE_GROUP)
@@ -28,6 +28,9 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 HALVES_TO_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2^23
 NAN16 = tl.constexpr(0x7E00)
+NAN32 = tl.constexpr(0x7FC00000)
+TINY = tl.constexpr(2.0**-126)  # float32's smallest normal
+RUN = tl.constexpr(BLOCK_ROWS)
 UINT8 = tl.constexpr(tl.pointer_type(tl.uint8))
 INT8 = tl.constexpr(tl.pointer_type(tl.int8))
 INT16 = tl.constexpr(tl.pointer_type(tl.int16))
@@ -80,6 +83,47 @@ def store_quantized(x, start, wanted, LATENT: tl.constexpr, SCALES_OFFSET: tl.co
 
 
 @triton.jit
+def e4m3_scale(largest, finite):
+    """Bits of an e4m3 key's scale, int32, and what its values are divided by: its largest magnitude, and whether all are finite."""
+    scale = tl.div_rn(largest, 448.0)
+    scale = tl.where(scale < TINY, 0.0, scale)
+    divisor = tl.where(scale > 0, scale, INFINITY)
+    return tl.where(finite, scale.to(tl.int32, bitcast=True), NAN32), tl.where(finite, divisor, INFINITY)
+
+
+@triton.jit
+def e4m3_codes(x, divisor):
+    """Codes, uint8, of float32 values that are finite."""
+    value = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+    bits = value.to(tl.int32, bitcast=True)
+    size = tl.abs(value)
+    normal = (((bits & 0x7FFFFFFF) + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # 8 bits of exponent of bias 127 become 4 of bias 7
+    small = ((size * 512.0 + HALVES_TO_EVEN) - HALVES_TO_EVEN).to(tl.int32)  # below 2^-6 codes are steps of 2^-9
+    return (tl.where(size < 0.015625, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_values(codes):
+    """float32 values of codes, exact; no subnormal number is formed."""
+    code = codes.to(tl.int32)
+    size = code & 0x7F
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(size == 0x7F, float("nan"), value)
+    return value * tl.where(code > 0x7F, -1.0, 1.0)
+
+
+@triton.jit
+def store_scaled(codes, column, scale, address, wanted, column_wanted, VALUES_BYTES: tl.constexpr):
+    """Store some columns' codes of a key, and its scale's bits, by its address (`KeyLayout`)."""
+    number = address % RUN
+    run = address - number
+    tl.store((run + number * VALUES_BYTES).to(UINT8) + column, codes, mask=wanted & column_wanted)
+    tl.store((run + RUN * VALUES_BYTES).to(INT32) + number, scale, mask=wanted)
+
+
+@triton.jit
 def _copy_wide(values, stride, row, start, wanted, COUNT: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr):
     """Store one row of values at address `start`."""
     column = tl.arange(0, PADDED)
@@ -124,8 +168,33 @@ def _pack_keys(
 ):  # fmt: skip
     row = tl.program_id(0)
     start = _destination(destinations, out, row, offset_bytes, KEY_BYTES, APPENDED)
-    _copy_wide(keys, keys_stride, row, start, start != 0, WIDTH, PADDED, WIDE)
-    store_zeros(start + WIDTH * WIDE, start != 0, KEY_BYTES - WIDTH * WIDE)
+    if WIDE == 1:
+        column = tl.arange(0, PADDED)
+        x = tl.load(keys + row.to(tl.int64) * keys_stride + column, mask=column < WIDTH, other=0).to(tl.float32)
+        finite = tl.min((tl.abs(x) <= FLOAT_MAX).to(tl.int32)) > 0
+        x = tl.where(finite, x, 0.0)
+        scale, divisor = e4m3_scale(tl.max(tl.abs(x)), finite)
+        codes = e4m3_codes(x, divisor)
+        values: tl.constexpr = KEY_BYTES - 4
+        if APPENDED:
+            store_scaled(codes, column, scale, start, start != 0, column < values, values)
+        else:
+            tl.store(start.to(UINT8) + column, codes, mask=column < values)
+            tl.store((start + values).to(INT32), scale)
+    else:
+        _copy_wide(keys, keys_stride, row, start, start != 0, WIDTH, PADDED, WIDE)
+        store_zeros(start + WIDTH * WIDE, start != 0, KEY_BYTES - WIDTH * WIDE)
+
+
+@triton.jit(do_not_specialize=["items"])
+def _unpack_scaled(packed, out, items, COUNT: tl.constexpr, ITEM_BYTES: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr):
+    item = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    wanted = (item < items) & (column < COUNT)
+    codes = tl.load(packed + item * ITEM_BYTES + column, mask=wanted, other=0)
+    scales = (packed.to(tl.int64) + item * ITEM_BYTES + ITEM_BYTES - 4).to(INT32)
+    scale = tl.load(scales, mask=item < items, other=0).to(tl.float32, bitcast=True)
+    tl.store(out + item * COUNT + column, e4m3_values(codes) * scale, mask=wanted)
 
 
 @triton.jit
@@ -172,8 +241,10 @@ def row_shape(layout: RowLayout) -> dict[str, int | bool]:
 
 
 def key_shape(layout: KeyLayout) -> dict[str, int]:
-    wide = 4 if layout.encoding == "f32" else 2
-    return {"WIDE": wide, "WIDTH": layout.width, "KEY_BYTES": layout.key_bytes, "PADDED": _padded(layout.width)}
+    """WIDE: bytes of a value, 1 with a scale beside; PADDED: columns, which for keys with a scale include their padding."""
+    wide = {"f32": 4, "bf16": 2, "e4m3": 1}[layout.encoding]
+    columns = layout.values_bytes if layout.scale_bytes else layout.width
+    return {"WIDE": wide, "WIDTH": layout.width, "KEY_BYTES": layout.key_bytes, "PADDED": _padded(columns)}
 
 
 def _dense(values: Tensor) -> Tensor:
@@ -240,7 +311,14 @@ def unpack_rows(rows: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
 
 def unpack_keys(keys: Tensor, layout: KeyLayout) -> Tensor:
     """See kernels/quantize."""
-    return _launch_unpack(keys, layout.width, 4 if layout.encoding == "f32" else 2)
+    if not layout.scale_bytes:
+        return _launch_unpack(keys, layout.width, 4 if layout.encoding == "f32" else 2)
+    packed, padded = keys.contiguous(), _padded(layout.width)
+    out = torch.empty((*packed.shape[:-1], layout.width), dtype=torch.float32, device=packed.device)
+    items, tile = out.numel() // layout.width, max(1, UNPACK_TILE // padded)
+    if items:
+        _unpack_scaled[(triton.cdiv(items, tile),)](packed, out, items, layout.width, layout.key_bytes, padded, tile)
+    return out
 
 
 _GLM = RowLayout("q8g64", 512, 64)
@@ -254,6 +332,9 @@ COMPILE = [
     (_pack_rows, {**_ROWS, **_APPEND, **row_shape(RowLayout("f32", 512, 64)), "APPENDED": False}),
     (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("bf16", 128))}),
     (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("f32", 128)), "APPENDED": False}),
+    (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("e4m3", 128))}),
+    (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("e4m3", 5)), "APPENDED": False}),
+    (_unpack_scaled, {"packed": "*u8", "out": "*fp32", "items": "i32", "COUNT": 128, "ITEM_BYTES": 132, "PADDED": 128, "TILE": 16}),
     (_unpack, {**_UNPACK, "QUANTIZED": True, "OFFSET": 0, "COUNT": 512, "PADDED": 512, "TILE": 4}),
     (_unpack, {**_UNPACK, "QUANTIZED": False, "OFFSET": _GLM.rope_offset, "COUNT": 64, "PADDED": 64, "TILE": 32}),
 ]

@@ -17,7 +17,18 @@ from torch import Tensor
 
 from kernels.layout import KeyLayout, RowLayout
 from kernels.norm.kernel import rms_scaled
-from kernels.quantize.kernel import GROUP, key_shape, row_shape, store_quantized, store_wide, store_zeros
+from kernels.quantize.kernel import (
+    FLOAT_MAX,
+    GROUP,
+    e4m3_codes,
+    e4m3_scale,
+    key_shape,
+    row_shape,
+    store_quantized,
+    store_scaled,
+    store_wide,
+    store_zeros,
+)
 from kernels.rope.kernel import turned
 from kernels.row_write.source import NewKeys, NewRows
 
@@ -87,6 +98,26 @@ def _write_row(
 
 
 @triton.jit
+def _quantized_key(even, odd, pair, WIDTH: tl.constexpr):
+    """A key's values in pairs as codes, zeros past WIDTH, and its scale's bits."""
+    even = tl.where(2 * pair < WIDTH, even, 0.0)
+    odd = tl.where(2 * pair + 1 < WIDTH, odd, 0.0)
+    finite = tl.min(((tl.abs(even) <= FLOAT_MAX) & (tl.abs(odd) <= FLOAT_MAX)).to(tl.int32)) > 0
+    even = tl.where(finite, even, 0.0)
+    odd = tl.where(finite, odd, 0.0)
+    scale, divisor = e4m3_scale(tl.max(tl.maximum(tl.abs(even), tl.abs(odd))), finite)
+    return e4m3_codes(even, divisor), e4m3_codes(odd, divisor), scale
+
+
+@triton.jit
+def _store_codes(even, odd, pair, scale, address, VALUES_BYTES: tl.constexpr):
+    """Store one quantised key by its address; 0: nowhere."""
+    wanted = address != 0
+    store_scaled(even, 2 * pair, scale, address, wanted, 2 * pair < VALUES_BYTES, VALUES_BYTES)
+    store_scaled(odd, 2 * pair + 1, scale, address, wanted, 2 * pair < VALUES_BYTES, VALUES_BYTES)
+
+
+@triton.jit
 def _store_key(even, odd, pair, start, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr):
     """Store one key at address `start`; 0: nowhere."""
     wanted = start != 0
@@ -126,8 +157,15 @@ def _write_key(
         present = tl.load(positions + at) > 0
         even = tl.where(present, even, 0.0)
         odd = tl.where(present, odd, 0.0)
-    _store_key(even, odd, pair, tl.where(address != 0, address + offset_bytes, 0), WIDE, WIDTH, KEY_BYTES)
-    _store_key(even, odd, pair, tl.load(pages + at), WIDE, WIDTH, KEY_BYTES)
+    in_block = tl.where(address != 0, address + offset_bytes, 0)
+    in_page = tl.load(pages + at)
+    if WIDE == 1:
+        even_codes, odd_codes, key_scale = _quantized_key(even, odd, pair, WIDTH)
+        _store_codes(even_codes, odd_codes, pair, key_scale, in_block, KEY_BYTES - 4)
+        _store_codes(even_codes, odd_codes, pair, key_scale, in_page, KEY_BYTES - 4)
+    else:
+        _store_key(even, odd, pair, in_block, WIDE, WIDTH, KEY_BYTES)
+        _store_key(even, odd, pair, in_page, WIDE, WIDTH, KEY_BYTES)
 
 
 @triton.jit
@@ -306,7 +344,9 @@ COMPILE = [
     (_write_keys, _HALF | _KEY | {"bias": "*bf16"} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _FULL | _KEY | {"bias": "*fp32", "PAIRS": 4} | key_shape(KeyLayout("f32", 16))),
+    (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("e4m3", 128))),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM)),
+    (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _full_shape(KeyLayout("e4m3", 128), 32)),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED | {"COPIES": 4}),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*fp32") | row_shape(_TINY) | _full_shape(KeyLayout("f32", 16), 12) | _SMALL),

@@ -30,8 +30,8 @@ def identity(row: RowFormat = "q8g64", key: KeyFormat = "bf16") -> Identity:
         architecture="a" * 32, model="tiny", main_layers=MAIN_LAYERS, indexer_layers=INDEXERS, first_layer=0, layers=6, with_mtp=True,
         weights=tuple(f"{layer:032x}" for layer in range(6)), tokenizer="b" * 64, template="c" * 64,
         rows_as=RowsAs(row, 20, 8, rows.row_bytes), keys_as=KeysAs(key, 8, keys.key_bytes), hidden_width=HIDDEN, vocabulary=VOCABULARY,
-        context_max=5000, parts=(Part("rows", 0, 0, 6, rows.row_bytes), Part("keys", layout.keys_offset, 0, 3, keys.key_bytes)),
-        block_bytes=layout.block_bytes,
+        context_max=5000, block_bytes=layout.block_bytes,
+        parts=(Part("rows", 0, 0, 6, rows.row_bytes), Part("keys", layout.keys_offset, 0, 3, keys.key_bytes, keys.scale_bytes)),
     )  # fmt: skip
 
 
@@ -90,7 +90,11 @@ class Picture:
             values = self.rows if part.kind == "rows" else self.keys
             for number, block in enumerate(made):
                 some = values[part.first_layer : part.end_layer, BLOCK_ROWS * number : BLOCK_ROWS * (number + 1)]
-                part.of(block, part.first_layer, part.layers)[:, : some.shape[1]] = some
+                cut = part.unit_bytes - part.scale_bytes
+                for plane, values_of in zip(
+                    part.of(block, part.first_layer, part.layers), (some[..., :cut], some[..., cut:]), strict=False
+                ):
+                    plane[:, : some.shape[1]] = values_of
         return made
 
 
@@ -98,7 +102,8 @@ def unit_rows(blocks: Sequence[Bytes], part: Part, rows: int) -> Bytes:
     """uint8 [layers, rows, unit_bytes] of blocks."""
     if not blocks:
         return numpy.zeros((part.layers, 0, part.unit_bytes), numpy.uint8)
-    return numpy.concatenate([part.of(block, part.first_layer, part.layers) for block in blocks], axis=1)[:, :rows]
+    whole = [numpy.concatenate(part.of(block, part.first_layer, part.layers), axis=2) for block in blocks]
+    return numpy.concatenate(whole, axis=1)[:, :rows]
 
 
 def export(path: Path, of: Identity, picture: Picture, *, session: str = SESSION, segment_blocks: int = 3, fill: int = 0xEE) -> Writer:
