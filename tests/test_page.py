@@ -107,9 +107,14 @@ async def _narrow_and_dark(page: Page, address: str) -> None:
     assert sum(_channels(dark)) < 150 < 600 < sum(_channels(light))
     await page.type("#text", "<img src=x onerror=alert(1)>", enter=True)
     await page.until("document.querySelector('.said.assistant .counts')?.textContent")
-    said = await page.value("[...document.querySelectorAll('.said')].map((node) => node.firstChild.textContent)")
-    assert said == ["<img src=x onerror=alert(1)>", "<b>bold</b> & more"]
-    assert await page.value("document.querySelectorAll('.said img, .said b').length") == 0
+    assert await page.value("document.querySelector('.said.user').textContent") == "<img src=x onerror=alert(1)>"
+    parts = await page.value(
+        "[...document.querySelector('.said.assistant .text').childNodes].map((node) => [node.nodeName, node.textContent])"
+    )
+    assert [part for part in parts if part[1]] == [
+        ["#text", "<b>bold</b> & more\n"], ["PRE", "<i>code</i>\n"], ["#text", "after\n"], ["PRE", "open"],
+    ]  # fmt: skip
+    assert await page.value("document.querySelectorAll('.said img, .said b, .said i').length") == 0
     await page.click("#chat-new")
     assert await page.value("document.getElementById('log').childElementCount") == 0
     await page.type("#text", "again", enter=True)
@@ -125,5 +130,10 @@ def _channels(colour: str) -> list[int]:
 
 async def test_it_fits_a_phone_follows_the_persons_colours_and_shows_text_as_text() -> None:
     """At 360 pixels nothing sticks out and each view shows its part; dark is dark; markup in a message stays text; a refusal says why."""
-    engine = FakeEngine([words("<b>bold</b>", " & more"), [NotAdmitted("the line is full", retry_after_s=1.0)]])
+    engine = FakeEngine(
+        [
+            words("<b>bold</b>", " & more\n```js\n<i>", "code</i>\n```\n", "after\n```\nopen"),
+            [NotAdmitted("the line is full", retry_after_s=1.0)],
+        ]
+    )
     await _serving(Opener(engine), _narrow_and_dark)

@@ -40,6 +40,7 @@ export class Chat {
     const answer = new Answer(this.put("assistant"), () => this.follow());
     this.abort = new AbortController();
     this.send.textContent = "Stop";
+    this.log.setAttribute("aria-busy", "true"); // read out once it is whole
     try {
       const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(this.body()), signal: this.abort.signal };
       for await (const payload of events("/v1/chat/completions", options)) {
@@ -51,6 +52,7 @@ export class Chat {
     } finally {
       this.abort = null;
       this.send.textContent = "Send";
+      this.log.setAttribute("aria-busy", "false");
       answer.end();
       if (answer.failure) this.fail(new Error(answer.failure));
       if (answer.content || answer.reasoning) turns.push(answer.turn());
@@ -117,7 +119,22 @@ class Answer {
       if (delta.content) this.content += delta.content;
       for (const call of delta.tool_calls || []) this.call(call);
     }
-    this.text.textContent = [this.content, ...this.calls].filter(Boolean).join("\n");
+    if (this.drawing) return;
+    this.drawing = true; // a picture at a time, however many chunks come between two
+    window.requestAnimationFrame(() => this.draw());
+  }
+
+  // What was said, with code between fences as code. It goes in as text, whatever it is.
+  draw() {
+    this.drawing = false;
+    const said = [this.content, ...this.calls].filter(Boolean).join("\n");
+    const parts = [];
+    let reached = 0;
+    for (const found of said.matchAll(/^```[^\n]*\n([\s\S]*?)(?:^```[^\n]*\n?|(?![\s\S]))/gm)) {
+      parts.push(said.slice(reached, found.index), element("pre", "", found[1]));
+      reached = found.index + found[0].length;
+    }
+    this.text.replaceChildren(...parts, said.slice(reached));
     this.follow();
   }
 
@@ -139,6 +156,7 @@ class Answer {
 
   end() {
     this.node.classList.remove("running");
+    this.draw();
     const said = [];
     if (this.usage) {
       const { completion_tokens: tokens, prompt_tokens: prompt, prompt_tokens_details: details } = this.usage;

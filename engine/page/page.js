@@ -20,7 +20,8 @@ let past = []; // snapshots with counts, the newest last
 
 function state(word, text = word) {
   at("state").dataset.state = word;
-  at("state").lastElementChild.textContent = text;
+  const said = at("state").lastElementChild;
+  if (said.textContent !== text) said.textContent = text; // else it would be read out every second
 }
 
 function figure(id, value, unit, more) {

@@ -17,13 +17,13 @@ export class Sessions {
     const spent = (at - this.at) / 1000;
     const seen = new Set();
     this.place.querySelectorAll(".empty").forEach((node) => node.remove());
-    for (const one of sessions) {
+    for (const [place, one] of sessions.entries()) {
       seen.add(one.id);
       const row = this.rows.get(one.id) || this.make(one.id);
       const gained = one.tokens - (this.before.get(one.id) ?? one.tokens);
       this.fill(row, one, longest, spent > 0.2 && spent < 5 ? gained / spent : 0);
       this.before.set(one.id, one.tokens);
-      this.place.append(row.node);
+      if (this.place.children[place] !== row.node) this.place.insertBefore(row.node, this.place.children[place] || null);
     }
     for (const [id, { node }] of [...this.rows]) {
       if (seen.has(id)) continue;
