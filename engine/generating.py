@@ -164,7 +164,8 @@ async def events(
             payload = begin + writer.event(choice, chunk)
             begin = b""
             await _leave_ended(choices, writer, choice, record)
-            yield payload
+            if payload:  # a chunk may bring nothing yet, and an empty part would be the relay's end
+                yield payload
             item = await _next(choices, record, until)
         end = writer.end(choices.usage)
     except Exception as error:  # the edge of this stream: it ends with an error

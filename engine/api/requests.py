@@ -261,8 +261,8 @@ def _check_length(given: Sized, most: int, field: str) -> None:
 
 
 def _check_at_least_one(value: int | None, field: str) -> None:
-    if value is not None and value < 1:
-        raise BadRequest(f"{field} must be an integer of at least 1, not {shown(value)}", field=field)
+    if value is not None and not 1 <= value < 2**31:
+        raise BadRequest(f"{field} must be an integer of at least 1, below 2^31, not {shown(value)}", field=field)
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:

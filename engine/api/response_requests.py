@@ -142,10 +142,6 @@ def _check(wire: ResponsesRequest) -> None:
             raise BadRequest(f"include: {shown(name)} is not served, only {ENCRYPTED!r}", field="include")
     if wire.previous_response_id is not None and wire.session is not None:
         raise BadRequest("previous_response_id and session both name a history: send one", field="previous_response_id")
-    if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
-        raise BadRequest(
-            f"max_output_tokens must be an integer of at least 1, not {shown(wire.max_output_tokens)}", field="max_output_tokens"
-        )
     if isinstance(wire.input, list) and len(wire.input) > _ITEMS_MAX:
         raise BadRequest(f"input holds {len(wire.input)}, more than {_ITEMS_MAX}", field="input")
 
