@@ -16,6 +16,7 @@ from rich.table import Table
 from engine.bench.attention import attention_cases
 from engine.bench.cases import Case, Shapes
 from engine.bench.chain import chain_cases
+from engine.bench.integers import integer_cases
 from engine.bench.products import product_cases
 from engine.bench.timing import Timer
 from engine.errors import BadSetting
@@ -68,7 +69,7 @@ def needs_device() -> torch.device:
 
 def all_cases(shapes: Shapes) -> list[Case]:
     """Everything that is measured."""
-    return product_cases(shapes) + attention_cases(shapes) + chain_cases(shapes)
+    return product_cases(shapes) + integer_cases(shapes) + attention_cases(shapes) + chain_cases(shapes)
 
 
 def chosen(cases: Sequence[Case], only: str | None) -> list[Case]:

@@ -20,12 +20,13 @@ from rich.table import Table
 
 from engine.bench.cases import Case, Shapes
 from engine.bench.constants import SETTINGS, Setting, set_to
+from engine.bench.integers import INTEGER_LINEAR, INTEGER_TILES, integer_linear_case, integer_mlp_case, integer_routed_case
 from engine.bench.kernels import all_cases
 from engine.bench.products import LINEAR_NAMES, linear_case, linear_shape, mlp_case, routed_case
 from engine.bench.timing import Timer
 from kernels.linear.tiling import Tiling
 
-__all__ = ["Swept", "Trial", "as_json", "best", "compile_ahead", "sweep", "table", "trials"]
+__all__ = ["Swept", "Trial", "as_json", "best", "compile_ahead", "named", "named_settings", "sweep", "table", "trials"]
 
 SWEPT_ROWS = (4,)
 # outputs, width of a part, parts, warps, stages
@@ -85,9 +86,42 @@ def _routed(shapes: Shapes, gated: bool, tiling: Tiling, rows: int) -> Case:
     return routed_case(shapes, rows, (tiling, None) if gated else (None, tiling))
 
 
+def _integer_linear(shapes: Shapes, name: str, bits: int, tiling: Tiling, rows: int) -> Case:
+    return integer_linear_case(shapes, name, bits, rows, tiling)
+
+
+def _integer_mlp(shapes: Shapes, name: str, width: int, bits: int, gated: bool, tiling: Tiling, rows: int) -> Case:
+    return integer_mlp_case(shapes, name, width, bits, rows, (tiling, None) if gated else (None, tiling))
+
+
+def _integer_routed(shapes: Shapes, bits: int, gated: bool, tiling: Tiling, rows: int) -> Case:
+    return integer_routed_case(shapes, bits, rows, (tiling, None) if gated else (None, tiling))
+
+
+def _integer_trials(shapes: Shapes) -> list[Trial]:
+    """Tilings of weights of 4 and 8 bits."""
+    found, hidden = [], shapes.hidden
+    for bits in (4, 8):
+        chunk = 64 * 16 // bits
+        for tile, parts, warps, stages in INTEGER_TILES:
+            tiling = Tiling(tile, chunk, parts, warps, stages)
+            for name in INTEGER_LINEAR:
+                _, outputs, width = linear_shape(shapes, name)
+                linear = partial(_integer_linear, shapes, name, bits, tiling)
+                found.append(Trial(f"int{bits} {name}", outputs, width, tiling, linear))
+            for name, width in (("dense", shapes.dense_width), ("shared", shapes.expert_width)):
+                gated, down = (partial(_integer_mlp, shapes, name, width, bits, gated, tiling) for gated in (True, False))
+                found += [Trial(f"int{bits} {name} gate, up", width, hidden, tiling, gated)] * (tile < 64)
+                found.append(Trial(f"int{bits} {name} down", hidden, width, tiling, down))
+            gated, down = (partial(_integer_routed, shapes, bits, gated, tiling) for gated in (True, False))
+            found += [Trial(f"int{bits} routed gate, up", shapes.expert_width, hidden, tiling, gated)] * (tile < 64)
+            found.append(Trial(f"int{bits} routed down", hidden, shapes.expert_width, tiling, down))
+    return found
+
+
 def trials(shapes: Shapes) -> list[Trial]:
     """Everything to try."""
-    found = []
+    found = _integer_trials(shapes)
     for name in LINEAR_NAMES:
         heads, outputs, width = linear_shape(shapes, name)
         tilings = dict.fromkeys(_candidates(heads, outputs, width))
@@ -116,14 +150,17 @@ def _run_once(make: Callable[[], Case], setting: Setting | None) -> None:
     torch.cuda.empty_cache()
 
 
-def _compile_share(share: int, shares: int, ahead: str) -> int:
-    """In a process of its own: every shares-th of what is to be compiled. Returns how many."""
+def _compile_share(share: int, shares: int, ahead: str, words: Sequence[str]) -> int:
+    """In a process of its own: every shares-th of what is to be compiled, as far as `words` name it. Returns how many."""
     shapes = replace(Shapes(), calls=1, rotated_bytes=1)
     cases = all_cases(shapes)
     works: list[tuple[Callable[[], Case], Setting | None]]
     if ahead == "sweep":
-        works = [(partial(trial.make, rows), None) for trial in trials(shapes) for rows in SWEPT_ROWS]
-        works += [(partial(_same, case), one) for one in SETTINGS for case in cases if any(part in case.name for part in one.cases)]
+        works = [(partial(trial.make, rows), None) for trial in named(trials(shapes), words) for rows in SWEPT_ROWS]
+        works += [
+            (partial(_same, case), one)
+            for one in named_settings(words) for case in cases if any(part in case.name for part in one.cases)
+        ]  # fmt: skip
     else:
         works = [(partial(_same, case), None) for case in cases]
     for make, setting in works[share::shares]:
@@ -135,10 +172,23 @@ def _same(case: Case) -> Case:
     return case
 
 
-def compile_ahead(processes: int, ahead: str) -> int:
-    """Fill Triton's cache on disk for the cases ("cases") or the trials ("sweep"), in so many processes. Returns the calls made."""
+def named(tried: Sequence[Trial], words: Sequence[str]) -> list[Trial]:
+    """Trials of the weights whose name holds one of `words`."""
+    return [trial for trial in tried if any(word in trial.weight for word in words)]
+
+
+def named_settings(words: Sequence[str]) -> list[Setting]:
+    """Settings that are tried on cases whose name holds one of `words`."""
+    return [one for one in SETTINGS if any(word in part for word in words for part in one.cases)]
+
+
+def compile_ahead(processes: int, ahead: str, words: Sequence[str] = ("",)) -> int:
+    """Fill Triton's cache on disk for the cases ("cases") or the trials that `words` name ("sweep"), in so many processes.
+
+    Returns: the calls made.
+    """
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return sum(pool.map(_compile_share, range(processes), [processes] * processes, [ahead] * processes))
+        return sum(pool.map(_compile_share, range(processes), [processes] * processes, [ahead] * processes, [words] * processes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,15 +41,18 @@ def run(invocation: Invocation) -> int:
 
     device = kernels.needs_device()
     only = None if options.get("sweep") else options.get("only")
+    words = [word.strip() for word in str(options.get("only") or "").split(",")]
     cases = kernels.chosen(kernels.all_cases(TRUE), only)  # type: ignore[arg-type]  # argparse gives a string or None
     if ahead and (options.get("sweep") or options.get("only") is None):
-        sweep.compile_ahead(ahead, "sweep" if options.get("sweep") else "cases")
+        sweep.compile_ahead(ahead, "sweep" if options.get("sweep") else "cases", words)
     timer, console, bars = GraphTimer(), results(), Bars("bench.running", Console(file=sys.stderr))
     bandwidth, launch = copy_bandwidth(device), kernels.launch_us(device, timer)
     written: dict[str, Any]
     if options.get("sweep"):
-        swept = list(sweep.sweep(_tried(options.get("only")), device, timer, lambda done, total: bars("tilings", done, total)))
-        tried = list(constants.try_settings(constants.SETTINGS, cases, device, timer, lambda done, total: bars("settings", done, total)))
+        swept = list(sweep.sweep(sweep.named(sweep.trials(TRUE), words), device, timer, lambda done, total: bars("tilings", done, total)))
+        tried = list(
+            constants.try_settings(sweep.named_settings(words), cases, device, timer, lambda done, total: bars("settings", done, total))
+        )
         console.print(sweep.table(swept))
         console.print(constants.table(tried))
         right = any(one.microseconds for one in swept) or any(one.microseconds for one in tried)
@@ -66,15 +69,6 @@ def run(invocation: Invocation) -> int:
     if target is not None:
         write_json(target, written)
     return 0 if right else 1
-
-
-def _tried(only: object) -> list[Any]:
-    """Trials of the weights that `only` names."""
-    from engine.bench import sweep
-    from engine.bench.cases import TRUE
-
-    words = [word.strip() for word in str(only).split(",")] if only is not None else [""]
-    return [trial for trial in sweep.trials(TRUE) if any(word in trial.weight for word in words)]
 
 
 COMMAND = Command("kernels", "single operations at true shapes against bytes and copy bandwidth; needs a device", configure, run)

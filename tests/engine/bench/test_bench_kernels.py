@@ -124,7 +124,7 @@ def test_only_names_cases() -> None:
     cases = kernels.all_cases(TINY)
     assert {case.group for case in kernels.chosen(cases, "moe, norm")} == {"moe", "norm"}
     assert kernels.chosen(cases, None) == cases
-    with pytest.raises(BadSetting, match="attention, chain, index, linear"):
+    with pytest.raises(BadSetting, match="attention, chain, index, integers, linear"):
         kernels.chosen(cases, "nothing")
 
 

@@ -8,24 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.engine.model.tiny_models import tiny_config
+pytest.importorskip("compressed_tensors")  # a machine for measuring has no need of it
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-__all__ = ["AWQ_ORDER", "Packed", "awq", "awq_config", "compressed", "compressed_config", "packable_config", "write_packed"]
+__all__ = ["AWQ_ORDER", "Packed", "awq", "awq_config", "compressed", "compressed_config", "write_packed"]
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Packed = tuple[dict[str, Tensor], Tensor]  # what is stored by the last part of its name, and the weight it stands for
-
-
-def packable_config(**overrides: Any) -> dict[str, Any]:
-    """A tiny config whose widths are multiples of 128."""
-    widths = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
-    return tiny_config(**widths | {"v_head_dim": 32, "n_routed_experts": 4} | overrides)
 
 
 def _codes(generator: torch.Generator, outputs: int, width: int, bits: int) -> Tensor:

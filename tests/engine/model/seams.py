@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model import LayerWeights, Model, MoeWeights
+from engine.model.weights import Weight
 from kernels.linear import BlockFp8
 
 __all__ = ["COUNTS", "Inputs", "assert_near", "assert_rows_alone", "functions", "plain", "relative_error"]
@@ -152,12 +153,12 @@ def _mlp(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
 
 
-def _one(weight: Tensor | BlockFp8, expert: int) -> Tensor | BlockFp8:
+def _one(weight: Weight, expert: int) -> Weight:
     return BlockFp8(weight.values[expert], weight.scales[expert]) if isinstance(weight, BlockFp8) else weight[expert]
 
 
-def _f32(weight: Tensor | BlockFp8) -> Tensor:
-    return weight.dequantised(torch.float32) if isinstance(weight, BlockFp8) else weight.float()
+def _f32(weight: Weight) -> Tensor:
+    return weight.float() if isinstance(weight, Tensor) else weight.dequantised(torch.float32)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

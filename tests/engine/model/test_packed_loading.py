@@ -18,8 +18,8 @@ from engine.model.weights import WeightReader
 from kernels.linear import GroupInt
 from tests.engine.model.flat_run import FlatRun
 from tests.engine.model.model_weights import weights_of
-from tests.engine.model.packed_models import Packed, awq, awq_config, compressed, compressed_config, packable_config, write_packed
-from tests.engine.model.tiny_models import random_tensors, write_checkpoint
+from tests.engine.model.packed_models import Packed, awq, awq_config, compressed, compressed_config, write_packed
+from tests.engine.model.tiny_models import packable_config, random_tensors, write_checkpoint
 
 CONFIG = packable_config()
 TENSORS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 
-__all__ = ["FP8_BLOCK", "dequantised", "quantised", "random_tensors", "tiny_config", "write_checkpoint"]
+__all__ = ["FP8_BLOCK", "dequantised", "packable_config", "quantised", "random_tensors", "tiny_config", "write_checkpoint"]
 
 FP8_BLOCK = (20, 24)  # small and unlike, so that tiny weights have several blocks, the last ones ragged, and heads straddle them
 _KEPT = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "weights_proj", "eh_proj")
@@ -37,6 +37,12 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
     }  # fmt: skip
     config.update(overrides)
     return {name: value for name, value in config.items() if value is not None or name in ("bos_token_id",)}
+
+
+def packable_config(**overrides: Any) -> dict[str, Any]:
+    """A tiny config whose widths are multiples of 128."""
+    widths = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128}
+    return tiny_config(**widths | {"v_head_dim": 32, "n_routed_experts": 4} | overrides)
 
 
 def random_tensors(config: Mapping[str, Any], seed: int, *, mtp: bool = True) -> dict[str, Tensor]:
