@@ -1,4 +1,4 @@
-"""Cases of what surrounds the products: index scores, the selection, attention over picked rows, sampling, norms."""
+"""Cases of what surrounds the products: the selection, attention over picked rows, sampling, norms."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.bench.cases import Case, Made, Shapes, drawn, relative, rotated
-from kernels.index_score import index_scores
-from kernels.layout import PAGE_KEYS, KeyLayout, RowLayout
+from engine.bench.scoring import score_cases
+from kernels.layout import RowLayout
 from kernels.norm import layer_norm, rms_norm
 from kernels.quantize import pack_rows, unpack_rows
 from kernels.residual import add_norm
@@ -20,44 +20,6 @@ from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed
 __all__ = ["attention_cases"]
 
 _SCALE = 0.0625
-
-
-def _score_case(shapes: Shapes, rows: int, target_us: float | None) -> Case:
-    """Rows of one place over the same keys, so keys need reading once."""
-    layout = KeyLayout("bf16", shapes.index_width)
-    pages_max = -(-shapes.keys // PAGE_KEYS)
-
-    def make(device: torch.device) -> Made:
-        query = drawn(device, rows, shapes.index_heads, shapes.index_width, seed=5, dtype=shapes.dtype)
-        weights = drawn(device, rows, shapes.index_heads, seed=6)
-        stores = [
-            drawn(device, pages_max * PAGE_KEYS, shapes.index_width, seed=seed, dtype=torch.bfloat16)
-            for seed in rotated(shapes, shapes.keys * layout.key_bytes)
-        ]
-        pages = [keys.data_ptr() + torch.arange(pages_max, device=device) * layout.page_bytes for keys in stores]
-        out = torch.empty((rows, pages_max * PAGE_KEYS), device=device)
-        calls = tuple(
-            partial(_score, query, weights, pages[n % len(pages)], shapes.keys, layout, out, stores) for n in range(shapes.calls // 2)
-        )
-
-        def difference() -> float:
-            _score(query, weights, pages[0], shapes.keys, layout, out, stores)
-            got = out[:, : min(shapes.keys, 65_536)].clone()
-            keys = stores[0][: got.shape[1]].float()
-            product = torch.einsum("rhk,jk->rhj", query.float(), keys).relu_()
-            wanted = (product * weights[:, :, None]).sum(1) * shapes.index_heads**-0.5 * shapes.index_width**-0.5
-            return relative(got, wanted)
-
-        return Made(calls, difference)
-
-    moved = shapes.keys * (layout.key_bytes + 4 * rows)
-    return Case("index", f"score {shapes.keys:,} keys, {rows} rows", moved, 1e-3, make, target_us=target_us)
-
-
-def _score(
-    query: Tensor, weights: Tensor, pages: Tensor, keys: int, layout: KeyLayout, out: Tensor, _: list[Tensor]
-) -> None:  # holds the stores
-    index_scores(query, weights, pages, keys, layout, out)
 
 
 def _select_case(shapes: Shapes, rows: int, target_us: float | None) -> Case:
@@ -185,7 +147,7 @@ def _norm_cases(shapes: Shapes, rows: int) -> list[Case]:
 
 def attention_cases(shapes: Shapes) -> list[Case]:
     """All of them."""
-    cases = [_score_case(shapes, rows, target) for rows, target in ((1, 72.0), (2, None), (4, 80.0))]
+    cases = score_cases(shapes)
     cases += [_select_case(shapes, rows, target) for rows, target in ((1, 45.0), (4, None))]
     cases += [_attention_case(shapes, rows, addressed) for rows in (1, 4, 16) for addressed in (False, True)]
     cases += [_sample_case(shapes, rows, greedy) for rows in (1, 16) for greedy in (True, False)]
