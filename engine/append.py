@@ -235,7 +235,9 @@ class AppendRun:
         query, head_weights = self._query, self._head_weights
         pages = self._memory.pages.table[group]
         columns = -(-(chunk.first + end) // PAGE_KEYS) * PAGE_KEYS
-        scores = torch.empty((min(_QUERY_TILE, end - first), columns), device=query.device)
+        # A device's allocator keeps what it gave for each size asked for: a prompt asks for few sizes, not for one a page.
+        apart = columns if query.device.type == "cpu" else 1 << (columns - 1).bit_length()
+        scores = torch.empty((min(_QUERY_TILE, end - first), apart), device=query.device)[:, :columns]
         for start in range(first, end, _QUERY_TILE):
             stop = min(start + _QUERY_TILE, end)
             keys = chunk.first + stop

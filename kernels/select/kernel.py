@@ -25,6 +25,8 @@ CHUNK = 2048
 WARPS = 4
 _DIGITS = 256
 _PASSES = 4
+# A prompt's scores grow from tile to tile: their number must not make a kernel anew, which takes a quarter of a second.
+GROWS = ("chunks",)
 
 
 @triton.jit
@@ -82,9 +84,9 @@ def _count(
         tl.atomic_add(counts + row * 1024 + PASS * 256 + tl.arange(0, 256), found, mask=found > 0, sem="relaxed")
 
 
-@triton.jit
-def tally(scores, stride, columns, first, last, states, counts, tallies, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Ranks above and at the cut in each chunk of a row's range: `tallies` [rows, CHUNKS, 2]."""
+@triton.jit(do_not_specialize=GROWS)
+def tally(scores, stride, columns, first, last, states, counts, tallies, chunks, CHUNK: tl.constexpr):
+    """Ranks above and at the cut in each chunk of a row's range: `tallies` [rows, chunks, 2]."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(first + row), tl.load(last + row)
@@ -93,17 +95,17 @@ def tally(scores, stride, columns, first, last, states, counts, tallies, CHUNKS:
         position = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = (position >= begin) & (position < end)
         rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
-        to_tally = tallies + (row * CHUNKS + chunk) * 2
+        to_tally = tallies + (row * chunks + chunk) * 2
         tl.store(to_tally, tl.sum((inside & (rank > cut)).to(tl.int32)))
         tl.store(to_tally + 1, tl.sum((inside & (rank == cut)).to(tl.int32)))
 
 
 @triton.jit
-def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS: tl.constexpr, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Which of a chunk's ranks are among the best, and how many of the row's come before each."""
     earlier = tl.arange(0, CHUNKS_BLOCK)
     counted = (earlier < chunk) & (earlier >= begin // CHUNK)
-    from_tally = tallies + (row * CHUNKS + earlier) * 2
+    from_tally = tallies + (row * chunks + earlier) * 2
     above_before = tl.sum(tl.load(from_tally, mask=counted, other=0))
     equal_before = tl.sum(tl.load(from_tally + 1, mask=counted, other=0))
     above = (inside & (rank > cut)).to(tl.int32)
@@ -115,8 +117,8 @@ def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS: tl.c
     return taken, above_before + (before & 0xFFFF) + tl.minimum(equal_rank, equals)
 
 
-@triton.jit
-def _write(scores, stride, columns, first, last, limit, states, counts, tallies, out, out_stride, CHUNKS: tl.constexpr,
+@triton.jit(do_not_specialize=GROWS)
+def _write(scores, stride, columns, first, last, limit, states, counts, tallies, out, out_stride, chunks,
            CHUNKS_BLOCK: tl.constexpr, PICKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -131,7 +133,7 @@ def _write(scores, stride, columns, first, last, limit, states, counts, tallies,
         position = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = (position >= begin) & (position < end)
         rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
-        taken, place = taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, CHUNKS, CHUNKS_BLOCK, CHUNK)
+        taken, place = taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK, CHUNK)
         tl.store(out + row * out_stride + place, position, mask=taken)
 
 
@@ -171,10 +173,10 @@ def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor, chu
     chunks = triton.cdiv(columns, chunk)
     tallies = torch.empty((rows, chunks, 2), dtype=torch.int32, device=scores.device)
     tally[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, states, counts, tallies, CHUNKS=chunks, CHUNK=chunk, num_warps=WARPS
+        scores, scores.stride(0), columns, first, last, states, counts, tallies, chunks, CHUNK=chunk, num_warps=WARPS
     )  # fmt: skip
     _write[(chunks, rows)](
-        scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), CHUNKS=chunks,
+        scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), chunks,
         CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=chunk, num_warps=WARPS,
     )  # fmt: skip
 
@@ -189,7 +191,7 @@ _SCORES = {
     "counts": "*i32",
     "num_warps": WARPS,
 }
-_FOUND = _SCORES | {"tallies": "*i32", "CHUNKS": 256, "CHUNK": CHUNK}
+_FOUND = _SCORES | {"tallies": "*i32", "chunks": "i32", "CHUNK": CHUNK}
 COMPILE = [
     *((_count, _SCORES | {"limits": "*i64", "limit": "i32", "PASS": number, "PER_ROW": per_row, "CHUNK": CHUNK})
       for number, per_row in ((0, True), (1, False), (3, False))),

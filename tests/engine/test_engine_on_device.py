@@ -125,3 +125,24 @@ async def test_eager_company_of_appends(checkpoints: dict[str, Path]) -> None:
         alone = [await talk(engine, 1, 30, 60), await talk(engine, 2, 700, 8), await talk(engine, 3, 90, 40)]
     for number, (one, other) in enumerate(zip(together, alone, strict=True)):
         assert one.same_bits(other), f"session {number}"
+
+
+async def test_a_longer_history_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a long prompt run on the kernels of those before: one made anew would hold every stream up for a quarter of a second."""
+    from triton import knobs
+
+    checkpoint = make_checkpoint(tmp_path, NAME)
+    config_file = checkpoint / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"max_position_embeddings": 1 << 16}))
+    compiled: list[object] = []
+
+    def note(*_: object, **named: object) -> None:
+        compiled.append(named.get("repr"))
+
+    config = card(row_format="q8g64", hot_rows=HOT, append_chunk_rows=2048, host_memory_bytes=256 << 20)
+    async with Engine.open(checkpoint, config) as engine:
+        session = await engine.create_session()
+        await engine.generate(ids(20_000, 1), greedy(2), session=session).complete()
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+        await engine.generate(ids(10_240, 2), greedy(2), session=session).complete()
+    assert compiled == [], f"kernels made anew: {compiled}"
