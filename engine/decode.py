@@ -47,6 +47,10 @@ __all__ = ["DecodeStep"]
 _OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the next one runs
 
 
+def _settling() -> str:
+    return selection_scratch.measured_settling
+
+
 class DecodeStep:
     """Buffers and operations of steps of `places` sessions. One instance a bucket; steps on it are ordered by the compute stream."""
 
@@ -90,6 +94,7 @@ class DecodeStep:
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
         self._ahead = "beside" if self._scratch is None else selection_scratch.measured_start
+        self._settles_behind = False
         self._index_query: Tensor | None = None  # made ahead of the selection
         self._steps = 0
         self._drafter: Drafter | None = None
@@ -132,7 +137,12 @@ class DecodeStep:
             recording = StageStreams(
                 *(stream_of(each.name) for each in (streams.compute, streams.selection, streams.prefetch, streams.copyback))
             )
-            self._issue(Chain("", ()), recording, table, sampling)
+            # What is launched as one cannot end between the two parts of a plan, so the second may come late.
+            self._settles_behind = self._stage.device.type != "cpu" and self._stage.rounds.copies and _settling() == "behind"
+            try:
+                self._issue(Chain("", ()), recording, table, sampling)
+            finally:
+                self._settles_behind = False
 
         self._replay = recorder.record(issue, name)
 
@@ -144,11 +154,13 @@ class DecodeStep:
             label="step.begin",
             writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
+        settled: tuple[Event[Any], ...] = ()
         for group, layers in enumerate(self._stage.main_groups):
-            self._issue_group(chain, streams, table, group, layers)
+            settled = self._issue_group(chain, streams, table, group, layers)
         finished = chain.submit(
-            streams.compute, lambda: self._finish(table, sampling), label="step.finish", writes=(self._logits, self._outcome, self._next_of)
-        )
+            streams.compute, lambda: self._finish(table, sampling), label="step.finish", after=settled,
+            writes=(self._logits, self._outcome, self._next_of),
+        )  # fmt: skip
         return finished if self._drafter is None else self._drafter.issue(chain, streams.compute, table, sampling)
 
     def abort(self, table: StepTable, *, session: str) -> Event[None]:
@@ -163,8 +175,11 @@ class DecodeStep:
         streams = self._stage.streams
         return streams.compute.submit(clear, label="step.abort", session=session, after=streams.fences())
 
-    def _issue_group(self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]) -> None:
-        """Submit the layers of one selection group, which follow one another."""
+    def _issue_group(
+        self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]
+    ) -> tuple[Event[Any], ...]:
+        """Submit the layers of one selection group, which follow one another. Returns what of it compute does not come after."""
+        settled: tuple[Event[Any], ...] = ()
         plan, copies = self._plans[group], self._stage.rounds.copies
         keyed = chain.submit(
             streams.compute, lambda: self._key(layers[0], group, table), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
@@ -184,6 +199,9 @@ class DecodeStep:
                 label=f"group.{group}.gather",
                 writes=(*self._compact[: len(layers)], self._new_at),
             )
+            if self._settles_behind:
+                settle = partial(self._settle, group, layers, table)
+                settled = (chain.submit(streams.selection, settle, label=f"group.{group}.settle"),)
         for place, layer in enumerate(layers):
             adds = (self._compact[place],) if copies and place > 0 else ()  # rows of this step, to what was gathered without them
             writes = (self._query.latent, self._query.rope, *adds)
@@ -203,6 +221,7 @@ class DecodeStep:
                 writes=(self._x, self._y) if copies else (self._compact, self._x, self._y),
             )
             self._issue_mlp(chain, streams, layer, attended)
+        return () if self._stage.model.layers[layers[-1]].shared_expert is not None else settled
 
     def _issue_mlp(self, chain: Chain, streams: StageStreams, local: int, attended: Event[Any]) -> None:
         """Submit the MLP of a layer; a shared expert runs on the selection stream, beside the router's small launches."""
@@ -305,7 +324,8 @@ class DecodeStep:
             )  # fmt: skip
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
-        stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
+        planned = stage.rounds.look_up if self._settles_behind else stage.rounds.plan
+        planned(table.tensor, group, self._place_of, self._mirrored, plan)
 
     def _picked(self, local: int, group: int, place: int, table: StepTable) -> Picked:
         return Picked(table.tensor, group, place, local, self._place_of, self._plans[group])
@@ -313,6 +333,9 @@ class DecodeStep:
     def _gather(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
         picked = self._picked(layers[0], group, 0, table)
         self._stage.rounds.gather_group(picked, self._compact[: len(layers)], self._unwritten, self._new_at)
+
+    def _settle(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
+        self._stage.rounds.settle(self._picked(layers[0], group, 0, table), self._compact[: len(layers)])
 
     def _ask(self, local: int, place: int) -> None:
         """The layer's absorbed query, and behind the group's first its row."""

@@ -67,6 +67,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="beside",
         help="what of a selection comes ahead of the query (beside)",
     )
+    parser.add_argument(
+        "--settling",
+        choices=("before", "behind"),
+        default="before",
+        help="when a plan is settled: before its gather or behind it (before)",
+    )
     parser.add_argument("--urgent-selection", action="store_true", help="selections go before the products that run beside them")
 
 
@@ -76,6 +82,7 @@ def _choose_selection(options: Mapping[str, object]) -> None:
     from streams.capture import GraphRecorder
 
     scratch.measured_start = options["chain_start"]  # type: ignore[assignment]  # one of argparse's choices
+    scratch.measured_settling = options["settling"]  # type: ignore[assignment]  # one of argparse's choices
     scratch.measured_form = options["selection"]  # type: ignore[assignment]  # one of argparse's choices
     GraphRecorder.urgent = ("selection",) if options["urgent_selection"] else ()
 

@@ -12,6 +12,7 @@ SelectionForm = Literal["auto", "chunks", "pieces", "counted"]
 
 measured_form: SelectionForm = "auto"  # what "auto" means, set by a bench before its engines open: until the forms have been compared
 measured_start: Literal["beside", "query", "scores"] = "beside"  # what of the chain is ahead of a layer's query; set likewise
+measured_settling: Literal["before", "behind"] = "before"  # whether a plan is settled before its gather or behind it; set likewise
 COUNTED_COLUMNS_MAX = 131_072  # longer rows have more undecided scores than a program looks through in passing
 _ROW_COUNTS = 512 + 32  # int32 a row, see `kernels/select/digits.py`
 
