@@ -333,9 +333,13 @@ class DecodeStep:
     def _gather(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
         picked = self._picked(layers[0], group, 0, table)
         self._stage.rounds.gather_group(picked, self._compact[: len(layers)], self._unwritten, self._new_at)
+        if self._replay is None and not self._settles_behind and self._stage.device.type != "cpu":
+            self._stage.rounds.fill(picked, self._compact[: len(layers)])  # once more: what is recorded has run before
 
     def _settle(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
-        self._stage.rounds.settle(self._picked(layers[0], group, 0, table), self._compact[: len(layers)])
+        picked = self._picked(layers[0], group, 0, table)
+        self._stage.rounds.settle(picked)
+        self._stage.rounds.fill(picked, self._compact[: len(layers)])
 
     def _ask(self, local: int, place: int) -> None:
         """The layer's absorbed query, and behind the group's first its row."""

@@ -75,8 +75,12 @@ class Rounds(Protocol):
         """The part of `plan` that `gather_group` needs; `settle` must follow behind that. On a device, where the placement copies."""
         ...
 
-    def settle(self, of: Picked, copies: Tensor) -> None:
-        """The rest of the plan, and its slots filled from what `gather_group` brought: the hot cache is kept behind the rows."""
+    def settle(self, of: Picked) -> None:
+        """The rest of the plan: which rows are kept, and where."""
+        ...
+
+    def fill(self, of: Picked, copies: Tensor) -> None:
+        """Fill the slots of a plan that was settled behind its gather, from what `gather_group` brought."""
         ...
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
@@ -134,9 +138,12 @@ class OffloadRounds:
         """See Rounds."""
         look_up_round(table, self._table_layout, self._layout, group, place_of, mirrored, plan)
 
-    def settle(self, of: Picked, copies: Tensor) -> None:
+    def settle(self, of: Picked) -> None:
         """See Rounds."""
         settle_round(of.table, self._table_layout, of.group, of.place_of, of.plan)
+
+    def fill(self, of: Picked, copies: Tensor) -> None:
+        """See Rounds."""
         fill_group(of.plan, of.table, self._table_layout, of.place_of, of.group, copies)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
@@ -174,9 +181,13 @@ class ResidentRounds:
         """See Rounds. Nothing is settled here."""
         raise AssertionError("rows that are read where they lie have a plan of one part")
 
-    def settle(self, of: Picked, copies: Tensor) -> None:
+    def settle(self, of: Picked) -> None:
         """See Rounds."""
         raise AssertionError("rows that are read where they lie have a plan of one part")
+
+    def fill(self, of: Picked, copies: Tensor) -> None:
+        """See Rounds."""
+        raise AssertionError("rows that are read where they lie fill no slot")
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""

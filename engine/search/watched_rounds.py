@@ -49,9 +49,13 @@ class WatchedRounds:
         """See Rounds. A device's alone, and what is watched runs on the CPU."""
         self._inner.look_up(table, group, place_of, mirrored, plan)
 
-    def settle(self, of: Picked, copies: Tensor) -> None:
+    def settle(self, of: Picked) -> None:
         """See Rounds, and `look_up`."""
-        self._inner.settle(of, copies)
+        self._inner.settle(of)
+
+    def fill(self, of: Picked, copies: Tensor) -> None:
+        """See Rounds, and `look_up`."""
+        self._inner.fill(of, copies)
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy, so that what is read is checked."""
