@@ -88,6 +88,7 @@ class ServerConfig:
     sessions_quota_bytes: int = 0  # of a key's archives there; 0: none
     session_ttl_s: float = 0.0  # after its last use a session is removed, unless it was made with another age; 0: never
     metrics_open: bool = False  # whether /metrics answers without the key
+    keep_alive_s: float = 30.0  # a stream that has no token for so long begins with comments; 0: it waits for its first
     request_timeout_s: float = 0.0  # the longest a request may take; 0: no limit
     origins: tuple[str, ...] = ()  # of pages elsewhere that may ask; "*": any
     responses_bytes: int = 256 * 2**20  # that a key's kept responses take; 0: none are kept
@@ -102,6 +103,7 @@ class ServerConfig:
             ("drain_timeout_s", 0 <= self.drain_timeout_s <= 86_400, "between 0 and 86400 seconds"),
             ("sessions_quota_bytes", self.sessions_quota_bytes >= 0, "at least 0"),
             ("session_ttl_s", 0 <= self.session_ttl_s < 2**53, "at least 0 seconds"),
+            ("keep_alive_s", 0 <= self.keep_alive_s < 2**53, "at least 0 seconds"),
             ("request_timeout_s", 0 <= self.request_timeout_s < 2**53, "at least 0 seconds"),
             ("responses_bytes", self.responses_bytes >= 0, "at least 0"),
             ("responses_ttl_s", 0 <= self.responses_ttl_s < 2**53, "at least 0 seconds"),

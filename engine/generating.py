@@ -2,7 +2,8 @@
 
 Knows aiohttp, the service and the engine's face. What an endpoint reads and writes is its `Dialect` (engine/api/dialects.py).
 
-1. Nothing of an answer is sent before its first chunk or its error is known, so an early error has the right status.
+1. Nothing of an answer is sent before its first chunk or its error is known, so an early error has the right status. A stream whose first
+   chunk takes long begins with comments instead, because clients and proxies give up on silence; its error is then the stream's.
 2. A stream ends as its dialect ends one, after a finish reason or after an error.
 3. A client that leaves cancels its own generation within one step, and loses nothing else.
 4. What a request may take, of its key's share and of time, is checked here; a time that is over ends it as an error does.
@@ -34,6 +35,7 @@ __all__ = ["events", "generating"]
 
 log = structlog.get_logger()
 
+_ALIVE = b": the prompt is read\n\n"  # a comment to every reader of such streams
 _GRACE_S = 30.0  # that a reader has behind a request's time to take what is left
 
 _Item: TypeAlias = tuple[int, Chunk]  # choice, its next chunk
@@ -92,14 +94,25 @@ async def _answered(request: web.Request, dialect: Dialect, until: float | None)
             head = replace(head, prompt_token_ids=choices.prompt_ids, session=session)
             record.session_id, record.usage = choices.first.session_id, choices.usage
             writer = dialect.writer(asked, head, len(samplings))
-            first = await _next(choices, record, until)
-            assert first is not None, "a generation has at least one chunk"
+            alive_s = service.config.keep_alive_s if asked.stream else 0.0
+            first = await _first(choices, record, until, alive_s)
             if asked.stream:
-                return await _stream(request, events(writer, first, choices, record, until), until)
+                return await _stream(request, events(writer, first, choices, record, until, alive_s), until)
             return answer(await _whole(writer, first, choices, record, until))
 
 
-async def _whole(writer: AnswerWriter, first: _Item, choices: Choices, record: RequestRecord, until: float | None) -> bytes:
+async def _first(choices: Choices, record: RequestRecord, until: float | None, alive_s: float) -> _Item | None:
+    """The first chunk; None where it has not come within `alive_s` seconds, if these are not 0."""
+    try:
+        async with asyncio.timeout(alive_s or None):
+            item = await _next(choices, record, until)
+    except TimeoutError:
+        return None
+    assert item is not None, "a generation has at least one chunk"
+    return item
+
+
+async def _whole(writer: AnswerWriter, first: _Item | None, choices: Choices, record: RequestRecord, until: float | None) -> bytes:
     item: _Item | None = first
     while item is not None:
         choice, chunk = item
@@ -153,12 +166,18 @@ async def _leave_ended(choices: Choices, writer: AnswerWriter, choice: int, reco
 
 
 async def events(
-    writer: AnswerWriter, first: _Item, choices: Choices, record: RequestRecord, until: float | None = None
+    writer: AnswerWriter, first: _Item | None, choices: Choices, record: RequestRecord, until: float | None = None, alive_s: float = 0.0
 ) -> AsyncGenerator[bytes, None]:
-    """The parts of a stream as they come: what begins it, one a chunk, and its end or an error. Args: until: the loop's time."""
-    item: _Item | None = first
-    begin = writer.begin(choices.usage)
+    """The parts of a stream as they come: what begins it, one a chunk, and its end or an error.
+
+    Args: first: None: it has not come yet, and every `alive_s` seconds a comment says that somebody works on it. until: the loop's time.
+    """
+    item, begin, begun = first, b"", False
     try:
+        while item is None:
+            yield _ALIVE
+            item = await _first(choices, record, until, alive_s)
+        begin, begun = writer.begin(choices.usage), True
         while item is not None:
             choice, chunk = item
             payload = begin + writer.event(choice, chunk)
@@ -172,6 +191,8 @@ async def events(
         if not isinstance(error, ForebayError):
             log.exception("request.failed", request_id=record.request_id)
         record.finish_reason = "error"
+        if not begun:
+            begin = writer.begin(choices.usage)
         end = begin + writer.failure(error)
     yield end
 

@@ -216,6 +216,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("sessions_dir", "server.sessions_dir", parse_text, "DIR", "keep archives of sessions here, also over a restart"),
         ("sessions_quota", "server.sessions_quota_bytes", parse_size, "SIZE", "most that a key's archives may take of it; auto: no limit"),
         ("session_ttl", "server.session_ttl_s", parse_age, "AGE", "remove a session this long after its last use, like 90m or 7d"),
+        ("keep_alive", "server.keep_alive_s", parse_age, "AGE", "a stream without a token yet says so this often, like 30s; off: never"),
         ("request_timeout", "server.request_timeout_s", parse_age, "AGE", "end a request that takes longer, like 10m; off: none"),
         ("cors_origin", "server.origins", parse_origins, "ORIGIN", "pages of these origins may ask, with commas between; *: all"),
         ("responses_memory", "server.responses_bytes", parse_size, "SIZE", "what a key's kept /v1/responses may take; 0: none are kept"),

@@ -147,6 +147,7 @@ class FakeGeneration:
         self._engine, self._script = engine, iter(script)
         self.session_id: SessionId | None = None
         self._session = session
+        self._held: asyncio.Event | None = None
         self.produced = 0
         self.paused = asyncio.Event()  # it has come to an event of its script that was not set
         self.closed = asyncio.Event()
@@ -168,13 +169,15 @@ class FakeGeneration:
         return self
 
     async def __anext__(self) -> Chunk:
-        for item in self._script:
+        while (item := self._held or next(self._script, None)) is not None:
             if isinstance(item, asyncio.Event):
+                self._held = item  # a cancelled wait loses nothing
                 if not item.is_set():
                     self.paused.set()
                 if await self._left_before(item):
                     self.ended = True
                     return Chunk("", (), Usage(3, self.produced), finish_reason="abort")
+                self._held = None
             elif isinstance(item, BaseException):
                 self.ended = True
                 raise item

@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.api_keys import parse_keys
+from engine.errors import NotAdmitted
 from tests.fake_engine import FakeEngine, words
 from tests.test_server import CHAT, HELLO, served
 
@@ -148,6 +149,27 @@ async def test_a_request_has_its_time(path: str, body: dict[str, Any], said: str
         assert said in await response.text()
         await engine.generations[0].closed.wait()
     assert engine.aborted == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), ("/v1/responses", {"input": "x"}), ("/v1/messages", MESSAGES)])
+async def test_a_stream_that_waits_long_begins_with_comments(path: str, body: dict[str, Any], fails: bool) -> None:
+    """While a prompt is read the reader hears so again and again; then comes the whole answer, or its error in the stream's way."""
+    gate = asyncio.Event()
+    engine = FakeEngine([[gate, NotAdmitted("nobody made room", retry_after_s=1.0)] if fails else [gate, *words("Hel", "lo")]])
+    async with served(engine, keep_alive_s=0.01) as client, client.post(path, json={**body, "stream": True}) as response:
+        assert response.status == 200
+        for _ in range(3):
+            assert await response.content.readuntil(b"\n\n") == b": the prompt is read\n\n"
+        gate.set()
+        rest = await response.text()
+        async with client.post(path, json=body) as whole:
+            assert whole.status == (429 if fails else 200)
+    said = [line for line in rest.splitlines() if line and not line.startswith(":")]
+    if path != CHAT:
+        assert "response.created" in said[0] or "message_start" in said[0]
+    assert ("nobody made room" in rest) == fails
+    assert ("Hel" in rest) == (not fails)
 
 
 async def test_a_reader_that_never_reads_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
