@@ -47,10 +47,6 @@ __all__ = ["DecodeStep"]
 _OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the next one runs
 
 
-def _settling() -> str:
-    return selection_scratch.measured_settling
-
-
 class DecodeStep:
     """Buffers and operations of steps of `places` sessions. One instance a bucket; steps on it are ordered by the compute stream."""
 
@@ -138,7 +134,8 @@ class DecodeStep:
                 *(stream_of(each.name) for each in (streams.compute, streams.selection, streams.prefetch, streams.copyback))
             )
             # What is launched as one cannot end between the two parts of a plan, so the second may come late.
-            self._settles_behind = self._stage.device.type != "cpu" and self._stage.rounds.copies and _settling() == "behind"
+            copying = self._stage.device.type != "cpu" and self._stage.rounds.copies
+            self._settles_behind = copying and selection_scratch.measured_settling == "behind"
             try:
                 self._issue(Chain("", ()), recording, table, sampling)
             finally:
