@@ -79,19 +79,23 @@ class _Lane:
     def add(self, label: str, started_ns: int, ended_ns: int) -> None:
         """Work ran from `started_ns` to `ended_ns`."""
         first, last = started_ns // BIN_NS, ended_ns // BIN_NS
-        self._reach(last)
+        if last > self._newest:
+            self._reach(last)
         kind = self._kind_of.get(label) or self._name(label)
         self._kinds[kind] = self._kinds.get(kind, 0) + ended_ns - started_ns
         oldest = self._newest - BINS + 1
+        if first == last >= oldest:  # nearly all of it
+            self._busy_ns[last % BINS] += ended_ns - started_ns
+            return
         for place in range(max(first, oldest), last + 1):
             begin, end = max(started_ns, place * BIN_NS), min(ended_ns, (place + 1) * BIN_NS)
             self._busy_ns[place % BINS] += end - begin
 
     def _reach(self, bin_: int) -> None:
-        """Make room up to a bin."""
+        """Make room up to a bin, which is newer than all so far."""
         for place in range(max(self._newest + 1, bin_ - BINS + 1), bin_ + 1):
             self._busy_ns[place % BINS] = 0
-        self._newest = max(self._newest, bin_)
+        self._newest = bin_
 
     def _name(self, label: str) -> str:
         """The kind of an operation: its label without the numbers of layers."""

@@ -69,7 +69,7 @@ async def run(folder: Path, sessions: int) -> None:
 
     async def look(address: str, engine: EngineFace) -> None:
         ids = [await engine.create_session() for _ in range(sessions)]
-        with tempfile.TemporaryDirectory() as profile:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             async with opened(program, Path(profile)) as page, asyncio.TaskGroup() as group:
                 talks = [group.create_task(_talk(engine, one, place, 2_000)) for place, one in enumerate(ids)]
                 await _photograph(page, address, folder)

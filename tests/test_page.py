@@ -32,7 +32,7 @@ PAINTED = """(() => {
 async def browsing() -> AsyncIterator[Page]:
     program = chromium()
     assert program is not None
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         async with opened(program, Path(profile)) as page:
             yield page
 

@@ -104,3 +104,27 @@ async def test_streams_are_seen_while_watched_and_not_otherwise(checkpoint: Path
         assert counts["stage0.copyback"].payload_bytes > 0
         with engine.instruments.watch() as later:
             assert later.take() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["offload", "resident"])
+async def test_a_card_can_be_read_while_it_decodes(checkpoint: Path, placement: str) -> None:
+    """Counts, tiers and streams are read between replayed steps, whose tokens stay what they are unread; a warm-up counts nothing."""
+    config = small(device="cuda", dtype="f32", placement=placement, hot_rows=64, decode_batch_limit=1)
+    async with Engine.open(checkpoint, config) as engine:
+        instruments = engine.instruments
+        assert instruments.measures().tokens == Tokens()
+        assert sum(instruments.measures().waits.counts) == 0
+        unread = await engine.generate(PROMPT, _greedy(200)).complete()
+        read: list[int] = []
+        with instruments.watch() as activity:
+            async for chunk in engine.generate(PROMPT, _greedy(200)):
+                read += chunk.token_ids
+                found, tiers = instruments.measures(), instruments.tiers("", 10)
+                assert found.tokens.generated >= 200 + len(read)
+                assert all(one.rows <= one.tokens for one in tiers)
+            lanes = {lane.stream: lane for lane in activity.take()}
+        assert tuple(read) == unread.token_ids
+        assert lanes["stage0.compute"].kinds["step"] > 0
+        assert sum(instruments.measures().waits.counts) == 2 * 199
+        assert engine.stage.backend.observer is None
