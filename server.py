@@ -27,7 +27,7 @@ from engine.errors import BadRequest, ForebayError
 from engine.generating import generating
 from engine.http import SERVICE, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
-from engine.message_routes import add_message_routes
+from engine.message_routes import add_message_routes, anthropic_models
 from engine.protocol import EngineFace
 from engine.request_routes import add_request_routes
 from engine.response_routes import add_response_routes
@@ -78,6 +78,9 @@ def _card(service: Service, engine: EngineFace) -> api.ModelCard:
 
 async def _models(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
+    theirs = anthropic_models(request)
+    if theirs is not None:
+        return answer(api.encode(theirs))
     return answer(api.encode(api.ModelList(data=(_card(service, service.admitted()),))))
 
 
@@ -85,6 +88,9 @@ async def _model(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     engine = service.admitted()
     check_model(engine, request.match_info["model"])
+    theirs = anthropic_models(request)
+    if theirs is not None:
+        return answer(api.encode(theirs.data[0]))
     return answer(api.encode(_card(service, engine)))
 
 

@@ -184,6 +184,16 @@ async def test_tokens_are_counted() -> None:
     assert count.input_tokens == len("<system>be brief<user>hi<assistant>")
 
 
+async def test_models_are_listed() -> None:
+    """The one model is in the package's own list, and can be retrieved by its name."""
+    async with client_of(FakeEngine([words("x")])) as client:
+        listed = [model async for model in client.models.list()]
+        assert [(model.id, model.type) for model in listed] == [("fake", "model")]
+        assert (await client.models.retrieve("fake")).created_at == listed[0].created_at
+        with pytest.raises(anthropic.NotFoundError):
+            await client.models.retrieve("claude")
+
+
 @pytest.mark.parametrize("credentials", [{"api_key": "right"}, {"auth_token": "right"}], ids=["x-api-key", "bearer"])
 async def test_keys_in_both_headers(credentials: dict[str, str]) -> None:
     """The package's own header and the bearer are both taken; a wrong key in either is its AuthenticationError."""

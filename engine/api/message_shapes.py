@@ -7,7 +7,17 @@ from msgspec import UNSET, UnsetType
 
 from engine.api.responses import SessionState
 
-__all__ = ["Block", "MessageBody", "MessageUsage", "TextBlock", "ThinkingBlock", "TokenCount", "ToolUseBlock"]
+__all__ = [
+    "AnthropicModel",
+    "AnthropicModels",
+    "Block",
+    "MessageBody",
+    "MessageUsage",
+    "TextBlock",
+    "ThinkingBlock",
+    "TokenCount",
+    "ToolUseBlock",
+]
 
 Json: TypeAlias = dict[str, object]
 
@@ -56,6 +66,21 @@ class MessageBody(msgspec.Struct, kw_only=True, frozen=True):
     stop_sequence: str | None
     usage: MessageUsage
     session: SessionState | UnsetType = UNSET
+
+
+class AnthropicModel(msgspec.Struct, kw_only=True, frozen=True):
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    max_input_tokens: int
+
+
+class AnthropicModels(msgspec.Struct, kw_only=True, frozen=True):
+    data: tuple[AnthropicModel, ...]
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class TokenCount(msgspec.Struct, kw_only=True, frozen=True):
