@@ -4,6 +4,7 @@ One stage is a list of one; the peer is absent. Layer ids here are local; `first
 Holds weights, layout, streams, placement. Knows no sessions by name and no requests.
 """
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -87,14 +88,26 @@ class Stage:
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
     forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
 
-    def check_size(self, tokens_max: int) -> None:
-        """Raise NeverFits if all memory there is, with nobody else in it, is too little for a session of `tokens_max` tokens."""
+    def _missing(self, tokens_max: int) -> DoesNotFit | None:
+        """What all memory there is, with nobody else in it, lacks for a session of `tokens_max` tokens."""
         needs, has = self.placement.needs(tokens_max), self.placement.statistics()
         host_missing = max(0, needs.host_bytes - has.arena.blocks * has.arena.block_bytes)
         budget = has.pool.budget_bytes
         device_missing = 0 if budget is None else max(0, needs.device_bytes + has.append_ring_bytes - budget)
-        if host_missing or device_missing:
-            missing = DoesNotFit(host_missing_bytes=host_missing, device_missing_bytes=device_missing)
+        if not host_missing and not device_missing:
+            return None
+        return DoesNotFit(host_missing_bytes=host_missing, device_missing_bytes=device_missing)
+
+    def tokens_fit(self, tokens_max: int) -> int:
+        """The most tokens, at most `tokens_max`, of a session that all memory there is can hold with nobody else in it."""
+        if self._missing(tokens_max) is None:
+            return tokens_max
+        return bisect.bisect_left(range(1, tokens_max), True, key=lambda tokens: self._missing(tokens) is not None)
+
+    def check_size(self, tokens_max: int) -> None:
+        """Raise NeverFits if all memory there is, with nobody else in it, is too little for a session of `tokens_max` tokens."""
+        missing = self._missing(tokens_max)
+        if missing is not None:
             raise NeverFits(f"a context of {tokens_max} tokens can never fit: {missing} with nobody else there; ask for fewer tokens")
 
     @property

@@ -58,7 +58,10 @@ class WaitingLine:
         self.requests = in_turn([*self.requests, request], self._turns)
 
     def _check_size(self, request: Request) -> None:
-        """Raise NeverFits if the whole stage is too small for the request's session."""
+        """Raise NeverFits if the whole stage is too small for the request's session. One that names no limit gets what fits."""
+        if request.sampling.max_tokens is None:
+            asked = self._tokens_max(request)
+            request.max_tokens = max(1, request.max_tokens - asked + self._stage.tokens_fit(asked))
         self._stage.check_size(self._tokens_max(request))
 
     def _tokens_max(self, request: Request) -> int:
