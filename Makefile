@@ -1,10 +1,13 @@
 # make demo   sets everything up and decodes a long prompt with the history in RAM
 # make test   sets everything up and runs the default tests
+# make soak MINUTES=30  conversations come and go for so long, with aborts, forks, archives and faults; nothing may be left or lost
 # make check  what runs before a commit: format, lint, types, tidy, fast tests
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
+MINUTES ?= 5
+SOAK_JSON ?= soak.json
 # One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
 export OMP_NUM_THREADS ?= 1
 
@@ -18,6 +21,9 @@ test: $(VENV)/.dev
 
 slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "slow and not gpu" --durations=20
+
+soak: $(VENV)/.runtime
+	$(BIN)/forebay soak --minutes $(MINUTES) --json $(SOAK_JSON)
 
 check: check-static
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
