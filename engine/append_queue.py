@@ -54,7 +54,9 @@ class AppendQueue:
         memory, history, scratch = session.memory, request.history, self._scratch
         append: AppendRun
         if history is None:
-            append = AppendRun(self._stage, memory, session.tokens[memory.counts.logical :], request.state, session.id, scratch)
+            first, own = memory.counts.logical, request.appended
+            tokens = own if first + len(own) == len(session.tokens) else session.tokens[first:]  # a million are not copied
+            append = AppendRun(self._stage, memory, tokens, request.state, session.id, scratch)
         else:
             append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history, scratch)
         request.append = append

@@ -127,4 +127,4 @@ def _progress(request: Request) -> tuple[int, int, int]:
     """Rows of the prompt in place, rows of it in all while it is read, and tokens generated."""
     if request.append is None:
         return 0, 0, request.generated
-    return request.cached + request.append.done_rows, len(request.prompt), request.generated
+    return request.cached + request.append.done_rows, request.prompt_tokens, request.generated

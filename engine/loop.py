@@ -239,7 +239,7 @@ class StepLoop:
             request.cached = session.memory.counts.logical if request.history is None else request.history.rows
             session.tokens.extend(request.appended)
             self.stored.note(session)  # what it begins with may be shared while it reads the rest
-            request.begin(tuple(session.tokens), self.stage.model.config.vocabulary, self.stage.device)
+            request.begin(self.stage.model.config.vocabulary, self.stage.device)
             session.move(Phase.APPENDING)
             self._appends.start(request)
         return admitted is not False
@@ -286,7 +286,7 @@ class StepLoop:
             session.move(Phase.BROKEN)
             request.fail(error)
         else:
-            del session.tokens[max(len(request.prompt) - len(request.appended), session.rows) :]
+            session.cut(max(request.prompt_tokens - len(request.appended), session.rows))
             session.revision += 1
             session.move(Phase.READY)
             request.end("abort")

@@ -60,7 +60,8 @@ class Request:
         self.finished = False
         self.broken = False  # its session cannot go on
         self.ended = asyncio.Event()  # no operation of it is outstanding and its session is free
-        self._prompt: tuple[int, ...] | None = None  # once it has begun
+        self._held: list[int] | None = None  # once it has begun: its session's tokens, of which the first are the prompt
+        self._prompt_tokens = 0
         self.cached = 0
         self.since = 0  # see `scheduler.Claim`
         self.in_flight = 0  # steps submitted and not followed
@@ -84,13 +85,13 @@ class Request:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """All tokens it continues; before it has begun what they will be unless its session changes, made anew at each look."""
-        return (tuple(self.session.tokens) + tuple(self.appended)) if self._prompt is None else self._prompt
+        """All tokens it continues, put together at each look; before it has begun what they will be unless its session changes."""
+        return tuple(self.session.tokens) + tuple(self.appended) if self._held is None else tuple(self._held[: self._prompt_tokens])
 
     @property
     def prompt_tokens(self) -> int:
         """How many these are."""
-        return len(self.session.tokens) + len(self.appended) if self._prompt is None else len(self._prompt)
+        return len(self.session.tokens) + len(self.appended) if self._held is None else self._prompt_tokens
 
     def fit(self, held: int) -> None:
         """Settle how many tokens it may generate behind `held` tokens of its session. Raises TooLong: no room."""
@@ -103,10 +104,11 @@ class Request:
             )
         self.max_tokens = asked or min(self._limits.default_max_tokens, room)
 
-    def begin(self, prompt: tuple[int, ...], vocabulary: int, device: torch.device | str = "cpu") -> None:
-        """Its turn has come: the whole context it continues is known."""
-        self._prompt = prompt
+    def begin(self, vocabulary: int, device: torch.device | str = "cpu") -> None:
+        """Its turn has come: the whole context it continues are its session's tokens now. Nothing is copied: others decode meanwhile."""
+        self._held, self._prompt_tokens = self.session.tokens, len(self.session.tokens)
         mask = None if self.form is None else self.form.mask
+        prompt = self.prompt if self.sampling.penalises else ()
         self.state = SamplingState.of(self.sampling, self._seed, prompt, vocabulary, device, mask)
 
     @property
@@ -148,7 +150,7 @@ class Request:
     def drop_unwritten(self) -> None:
         """A made-up history that was not written whole leaves no tokens without rows, which would be read as real ones."""
         if self.history is not None and self.session.rows < self.history.rows:
-            del self.session.tokens[self.session.rows :]
+            self.session.cut(self.session.rows)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)

@@ -4,7 +4,8 @@ Holds the tokens, the phase and the session's memory. Knows no steps and no HTTP
 
 Invariants:
 1. Phases change through `Session.move` alone; a move that is not in the table raises and changes nothing.
-2. `rows <= len(tokens)`: the last sampled token has no row until the next step or turn feeds it.
+2. `rows <= len(tokens)`: the last sampled token has no row until the next step or turn feeds it. `tokens` grows in place and is cut by
+   `cut` alone, so what a request took for its prompt stays.
 3. The phase, never a row count, says whether rows go through append or decode.
 Source: design, section 11.
 """
@@ -85,6 +86,11 @@ class Session:
     def idle(self) -> bool:
         """Whether a request may start in it now."""
         return self._phase in (Phase.NEW, Phase.READY)
+
+    def cut(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens, in a list of their own: a request that had more of them in its prompt has the old one still."""
+        if tokens < len(self.tokens):
+            self.tokens = self.tokens[:tokens]
 
     def move(self, to: Phase) -> None:
         """Change phase; asserts that the table allows it."""

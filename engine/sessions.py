@@ -108,7 +108,7 @@ class Sessions:
             self._fitted(lambda: memory.truncate(rows, self._loop.stage.streams.compute), session)
         if count < len(session.tokens):
             session.revision += 1
-        del session.tokens[count:]
+        session.cut(count)
         session.used_at = time()
         self._loop.stored.note(session)
         return session

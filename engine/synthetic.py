@@ -95,7 +95,7 @@ def begun_with(
     try:
         yield
     except BaseException:
-        session.tokens.clear()
+        session.cut(0)
         raise
 
 

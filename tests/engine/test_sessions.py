@@ -39,6 +39,24 @@ def tokens_of(engine: Engine, session: SessionId) -> list[int]:
     return list(engine.sessions[session].token_ids)
 
 
+async def test_a_prompt_stays_what_it_was_when_its_session_is_cut(checkpoint: Path) -> None:
+    """What a turn continued is told as long as somebody asks, also once its session goes on elsewhere or has nothing left."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        session, first, later = await engine.create_session(), ids(30, 1), ids(10, 2)
+        one = engine.generate(first, greedy(4), session=session)
+        assert await one.prompt() == tuple(first)
+        said = await one.complete()
+        two = engine.generate(later, greedy(4), session=session)
+        await two.complete()
+        whole = (*first, *said.token_ids, *later)
+        await engine.truncate_session(session, 20)
+        await turn(engine, session, ids(15, 3), 3)
+        await engine.truncate_session(session, 0)
+        assert await one.prompt() == tuple(first)
+        assert await two.prompt() == whole
+        assert two.progress.rows_total == len(whole)
+
+
 @both
 @pytest.mark.parametrize(
     ("kept", "cache"),
