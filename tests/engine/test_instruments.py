@@ -100,7 +100,8 @@ async def test_streams_are_seen_while_watched_and_not_otherwise(checkpoint: Path
         assert all(spent > 0 for spent in lanes["stage0.compute"].kinds.values())
         assert "append.attend" in lanes["stage0.compute"].kinds
         counts = {one.name: one for one in engine.instruments.measures().streams}
-        assert counts["stage0.compute"].busy_s >= sum(lanes["stage0.compute"].kinds.values()) > 0
+        seen = sum(lanes["stage0.compute"].kinds.values())
+        assert counts["stage0.compute"].busy_s >= seen * (1 - 1e-9) > 0  # sums of seconds round
         assert counts["stage0.copyback"].payload_bytes > 0
         with engine.instruments.watch() as later:
             assert later.take() == []
