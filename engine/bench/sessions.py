@@ -46,7 +46,7 @@ class Decoded:
     parts: tuple[Parts, ...] = ()  # by session
     held: dict[str, Any] = field(default_factory=dict)
     failed: str = ""  # what ended the run before its end; what was measured before stands
-    bandwidth: float = 0.0  # bytes a second of a copy in the device, read plus written
+    bandwidths: tuple[float, ...] = ()  # bytes a second of a copy in the device, read plus written; before the run and behind it
 
     @property
     def trouble(self) -> str:
@@ -63,6 +63,11 @@ class Decoded:
         if self.proof is not None and not self.proof.apart:
             return f"{self.proof.shared} blocks are shared: the sessions have no histories of their own"
         return ""
+
+    @property
+    def bandwidth(self) -> float:
+        """The larger one: a card that has just worked for minutes gives less, and a floor is not lower for that. 0 before any."""
+        return max(self.bandwidths, default=0.0)
 
     def over_floor(self, company: Company) -> float | None:
         """A mean step over its floor; None before the bandwidth is known."""
@@ -95,6 +100,7 @@ class Decoded:
             first = [one.first_token_s[0] for one in self.alone]
             found |= {
                 "open_s": self.open_s, "fill_s": list(self.fill_s), "first_token_alone_s": first, "copy_bytes_per_second": self.bandwidth,
+                "copies_bytes_per_second": list(self.bandwidths),
             }  # fmt: skip
         return found
 
@@ -173,7 +179,8 @@ def company_fields(company: Company, *, times: bool, shown: bool) -> dict[str, A
 
 async def run_decode(work: Work, watch: Watch, piece: Piece) -> Decoded:
     """All of it in one engine. Raises ForebayError."""
-    found, began_s = Decoded(work), time.monotonic()
+    found, began_s = Decoded(work, bandwidths=(copy_bandwidth(device_of(work.engine)),)), time.monotonic()
+    await forget_engines(work.engine)  # the copies' buffers
     try:
         async with Engine.open(work.plan.model, work.engine, progress=lambda done, total: watch("loading", done, total)) as engine:
             found.open_s = time.monotonic() - began_s
@@ -181,7 +188,7 @@ async def run_decode(work: Work, watch: Watch, piece: Piece) -> Decoded:
             await _run(engine, found, began_s, watch, piece)
     finally:
         await forget_engines(work.engine)
-    found.bandwidth = copy_bandwidth(device_of(work.engine))
+    found.bandwidths += (copy_bandwidth(device_of(work.engine)),)
     return found
 
 

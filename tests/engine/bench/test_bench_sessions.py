@@ -217,7 +217,7 @@ def test_figures_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.bench.sessions.absolute", lambda config: True)
     asked = plan(Path("m"), sessions=(1, 2))
     work = Work(asked, small(), (Lengths(192, 8, 56, 3),), 0, (), 1, 2, 3)
-    found = Decoded(work, True, bandwidth=1e6)
+    found = Decoded(work, True, bandwidths=(1e6, 9e5))
     found.alone = [company(1, ((1, 2),), 1.0, StepBytes(1, 1, 1)), company(1, ((3, 4),), 1.0, StepBytes(1, 1, 1))]
     one = company(1, ((1, 2, 5),), 0.001, StepBytes(600, 300, 100))
     two = company(2, ((1, 2, 5), (3, 4, 6)), 0.0015, StepBytes(700, 600, 200))
