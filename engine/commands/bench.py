@@ -14,6 +14,7 @@ from engine.commands import (
     bench_decode,
     bench_host,
     bench_kernels,
+    bench_keys,
     bench_parity,
     bench_round,
     bench_serve,
@@ -28,6 +29,7 @@ __all__ = ["ACTIONS", "COMMAND"]
 ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
     bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND, bench_serve.COMMAND,
+    bench_keys.COMMAND,
 )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from kernels.index_score import index_scores
-from kernels.index_score.kernel import score_places
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, KeyLayout, TableField, TableLayout
 from kernels.quantize import append_keys, pack_keys, stored_keys, unpack_keys
 
@@ -54,7 +53,7 @@ def test_every_code_scores_exactly(rows: int, dtype: torch.dtype) -> None:
         store[key // 64, 64 * 128 + 4 * (key % 64) :][:4] = torch.tensor([0.75]).view(torch.uint8)
     card = store.cuda()
     query = torch.zeros((rows, 2, 128), dtype=dtype, device="cuda")
-    query[:, 0, 77], query[:, 1, 77] = 16.0, -16.0  # whose product with the factors is a power of two
+    query[:, 0, 77], query[:, 1, 77] = 16.0, -16.0
     weights = torch.tensor([[2.0**0.5, -(2.0**0.5)]], device="cuda").expand(rows, 2).contiguous()
     out = torch.zeros((rows, PAGE_KEYS), device="cuda")
     index_scores(query, weights, torch.tensor([card.data_ptr()], device="cuda"), 256, GLM, out)
@@ -83,6 +82,8 @@ def test_scores_follow_the_reference_in_any_company() -> None:
         beside = torch.empty((count, 5 * PAGE_KEYS), device="cuda")
         index_scores(asked[0][:count], asked[1][:count], pages, 5_000, GLM, beside)
         assert torch.equal(beside[:, :5_000], alone[:count, :5_000]), f"{count} rows"
+    from kernels.index_score.kernel import score_places
+
     table = torch.zeros((3, TableLayout(1).fields), dtype=torch.int64)
     table[:, TableField.ROWS], table[:, TableField.PAGES], table[:, TableField.PAGES_MAX] = 4, pages.data_ptr(), 5
     place_of = torch.tensor([2, 0, -1, 2, 1, 0, 2, 2], dtype=torch.int32)
