@@ -83,28 +83,42 @@ async def converse(client: AsyncAnthropic, model: str) -> None:
         await client.messages.create(**{**asked, "messages": [{"role": "user", "content": QUESTION * 1_000}]})
 
 
-async def end_by_id(address: str, engine: EngineFace) -> None:
-    """Ended by id while it decodes, while it waits behind that one, and while its prompt is read: nothing of either stays."""
-    path, endless = "/v1/completions", {"max_tokens": 1_500, "temperature": 0, "ignore_eos": True}
+async def end_anywhere(address: str, engine: EngineFace, *, leaves: bool) -> None:
+    """Ended by id, or left, while it waits behind another, and while that one decodes: nothing of either stays."""
+    path, endless = "/v1/completions", {"max_tokens": 1_000, "temperature": 0, "ignore_eos": True}
+    names = {"waits": [7] * 500, "decodes": "x"}  # the second one decodes, and the batch has room for no other
     async with aiohttp.ClientSession(address) as client:
-        long = asyncio.ensure_future(client.post(path, json={"prompt": "x", **endless}, headers={"X-Request-Id": "decodes"}))
-        while engine.statistics().steps == 0 or not engine.statistics().running:  # noqa: ASYNC110 - one look a turn of the loop
-            await asyncio.sleep(0)
-        waits = [
-            asyncio.ensure_future(
-                client.post(path, json={"prompt": [7] * rows, **endless}, headers={"X-Request-Id": f"waits {rows}".replace(" ", "-")})
-            )
-            for rows in (5, 500)
-        ]
-        while engine.statistics().running + engine.statistics().waiting < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for name in ("waits-5", "waits-500", "decodes"):
+        asked = {}
+        before = engine.statistics().steps
+        for name, prompt in reversed(names.items()):
+            asked[name] = asyncio.ensure_future(client.post(path, json={"prompt": prompt, **endless}, headers={"X-Request-Id": name}))
+            while engine.statistics().running + engine.statistics().waiting < len(asked) or engine.statistics().steps == before:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        for name in names:
+            if leaves:
+                asked[name].cancel()
+                continue
             async with client.post(f"/v1/requests/{name}/cancel") as response:
                 assert response.status == 200, name
-        for asking in (*waits, long):
-            async with await asking as response:
+            async with await asked[name] as response:
                 assert response.status == 499
-        assert engine.statistics().running + engine.statistics().waiting == 0
+        while engine.statistics().running + engine.statistics().waiting:  # noqa: ASYNC110 - one look a turn of the loop
+            await asyncio.sleep(0)
+    assert engine.statistics().steps < before + 500
+
+
+async def ask_for_too_much(address: str) -> None:
+    """More tokens than the context holds behind the prompt are refused with its numbers, at every endpoint."""
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 2_048}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 2_048}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2_048}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2_048}),
+    ]
+    async with aiohttp.ClientSession(address) as client:
+        for path, body in asked:
+            async with client.post(path, json={**body, "stream": True}) as response:
+                assert (response.status, "exceed the context of 2048 tokens" in await response.text()) == (400, True)
 
 
 async def two_turns_at_once(address: str) -> None:
@@ -144,7 +158,9 @@ async def test_the_packages_drive_the_real_engine() -> None:
             AsyncAnthropic(base_url=address, api_key="any", max_retries=0, http_client=http) as client,
         ):
             await converse(client, engine.model_name)
-        await end_by_id(address, engine)
+        await end_anywhere(address, engine, leaves=False)
+        await end_anywhere(address, engine, leaves=True)
+        await ask_for_too_much(address)
         await two_turns_at_once(address)
 
     await serve(open_engine, ServerConfig(port=0), visit)
