@@ -330,7 +330,7 @@ class DecodeStep:
     def _gather(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
         picked = self._picked(layers[0], group, 0, table)
         self._stage.rounds.gather_group(picked, self._compact[: len(layers)], self._unwritten, self._new_at)
-        if self._replay is None and not self._settles_behind and self._stage.device.type != "cpu":
+        if not self._settles_behind and self._stage.device.type != "cpu" and selection_scratch.measured_settling == "behind":
             self._stage.rounds.fill(picked, self._compact[: len(layers)])  # once more: what is recorded has run before
 
     def _settle(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:

@@ -113,13 +113,13 @@ def _score(table, pages, keys, place_of, positions, query, head_weights, out, co
                 score = score * tl.load(from_scale)[:, None]
             column = block.to(tl.int64) * BLOCK + place_in_block
             tl.store(out + which[None, :] * out_row + column[:, None], score, mask=column[:, None] < end[None, :])
-        if COUNTING:
+        if COUNTING > 0:  # positions at a time
             tl.debug_barrier()  # other threads of the program have stored the scores that are counted
             own = tl.arange(0, GROUP_ROWS)
             for each in tl.static_range(GROUP_ROWS):
                 row_of = tl.sum(tl.where(own == each, which, 0))
                 row_end = tl.sum(tl.where(own == each, end, 0))
-                count_digits(out + row_of * out_row, counts + row_of * COUNTS, begin, row_end, WORKERS, BLOCK)
+                count_digits(out + row_of * out_row, counts + row_of * COUNTS, begin, row_end, WORKERS, BLOCK, COUNTING)
         number += GROUP_ROWS
 
 
@@ -145,6 +145,12 @@ def _stages(scaled: bool) -> int:
     return _HIP_STAGES if torch.version.hip else SCALED_STAGES if scaled else STAGES
 
 
+def _counting(columns: int, workers: float) -> int:
+    """Positions that a program counts at a time: all of its own, if they are few."""
+    blocks = int(triton.next_power_of_2(triton.cdiv(columns, BLOCK_KEYS * int(workers))))
+    return BLOCK_KEYS * min(8, max(4, blocks))
+
+
 def _group_rows(rows: int) -> int:
     return 1 if rows <= 1 else 2 if rows == 2 else ROWS_MAX
 
@@ -159,7 +165,7 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
     shapes = _shapes(query, head_weights, layout, owners, min(out.shape[1], pages.shape[0] * PAGE_KEYS), group_rows)
     _score[(shapes["WORKERS"], owners)](
         pages, pages, keys if loaded else triton.cdiv(keys, PAGE_KEYS) * PAGE_KEYS, pages, pages, query, head_weights, out, pages, 0, rows,
-        0, out_row=out.stride(0), COUNTING=False, FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
+        0, out_row=out.stride(0), COUNTING=0, FIELDS=0, PLACES=False, KEYS_LOADED=loaded, ROWS_BLOCK=1, **shapes,
     )  # fmt: skip
 
 
@@ -184,12 +190,13 @@ def score_places(
     shapes = _shapes(query, head_weights, layout, places, out.shape[1], group_rows)
     _score[(shapes["WORKERS"], places)](
         table, table, 0, place_of, positions, query, head_weights, out, table if counts is None else counts, begin, rows, group,
-        out_row=out.stride(0), COUNTING=counts is not None, FIELDS=table.shape[1], PLACES=True, KEYS_LOADED=False,
+        out_row=out.stride(0), COUNTING=0 if counts is None else _counting(out.shape[1], shapes["WORKERS"]), FIELDS=table.shape[1],
+        PLACES=True, KEYS_LOADED=False,
         ROWS_BLOCK=triton.next_power_of_2(rows), **shapes,
     )  # fmt: skip
 
 
-def _case(rows: int, keys: str, counting: bool = False) -> dict[str, object]:
+def _case(rows: int, keys: str, counting: int = 0) -> dict[str, object]:
     layout = KeyLayout(keys, 128)  # type: ignore[arg-type]  # one of them
     shapes = _shapes(torch.empty((rows, 32, 128), device="meta"), torch.empty((rows, 32), device="meta"), layout, 1, 1 << 20, rows)
     stages = {"cuda": SCALED_STAGES if layout.scale_bytes else STAGES, "hip": _HIP_STAGES}
@@ -204,5 +211,5 @@ def _case(rows: int, keys: str, counting: bool = False) -> dict[str, object]:
 COMPILE = [
     *((_score, _case(rows, "bf16")) for rows in (1, 2, 4)),
     *((_score, _case(rows, "e4m3")) for rows in (1, 4)),
-    *((_score, _case(rows, keys, counting=True)) for rows, keys in ((1, "bf16"), (4, "bf16"), (1, "e4m3"))),
+    *((_score, _case(rows, keys, tile)) for rows, keys, tile in ((1, "bf16", 256), (4, "bf16", 512), (1, "e4m3", 256))),
 ]

@@ -16,14 +16,12 @@ __all__ = ["BINS", "DIGITS", "LOWEST", "ROW_COUNTS", "SHIFT", "count_digits", "c
 
 DIGITS = 512
 ROW_COUNTS = DIGITS + 32  # int32 a row: the digits' counts, then how many candidates are listed; a row begins at whole 128 bytes
-TILE = 256  # positions that a program counts at a time
 
 _SHIFT = 19
 _LOWEST = (0x80000000 >> _SHIFT) + ((127 - 16) << 4)  # digits of 2^-16 and on
 BINS = tl.constexpr(DIGITS)
 SHIFT = tl.constexpr(_SHIFT)
 LOWEST = tl.constexpr(_LOWEST)
-COUNTED = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -34,9 +32,10 @@ def digit_of(rank):
 
 
 @triton.jit
-def count_digits(scores, counts, begin, end, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the digits of one row's scores at `begin .. end - 1` to its counts: of the blocks that this program of PROGRAMS has stored."""
-    at = tl.arange(0, COUNTED)
+def count_digits(scores, counts, begin, end, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Add the digits of one row's scores at `begin .. end - 1` to its counts: of the blocks that this program of PROGRAMS has stored,
+    TILE positions at a time."""
+    at = tl.arange(0, TILE)
     digit = tl.arange(0, BINS)
     first = tl.program_id(0)
     while first * BLOCK < end:
@@ -45,7 +44,7 @@ def count_digits(scores, counts, begin, end, PROGRAMS: tl.constexpr, BLOCK: tl.c
         rank = rank_of(tl.load(scores + position, mask=inside, other=0.0))
         found = tl.histogram(digit_of(rank), BINS, mask=inside)
         tl.atomic_add(counts + digit, found, mask=found > 0, sem="relaxed")
-        first += COUNTED // BLOCK * PROGRAMS
+        first += TILE // BLOCK * PROGRAMS
 
 
 @triton.jit
