@@ -50,7 +50,7 @@ def _new_id(request_id: str) -> str:
 
 def _dialect(kept: KeptResponses) -> Dialect:
     def writer(asked: ResponsesTurn, head: AnswerHead, count: int) -> AnswerWriter:
-        return ResponseWriter(asked, head, lambda body, token_ids: kept_turn(asked, body, token_ids, kept))
+        return ResponseWriter(asked, head, lambda body, prompt_ids, answer_ids: kept_turn(asked, body, prompt_ids, answer_ids, kept))
 
     def prompt(asked: ResponsesTurn) -> Prompt:
         with _own_names():

@@ -184,6 +184,44 @@ async def test_tokens_are_counted() -> None:
     assert count.input_tokens == len("<system>be brief<user>hi<assistant>")
 
 
+async def test_what_a_coding_agent_sends() -> None:
+    """A body with all that agents put beside the conversation (caching, edits of the context, user ids, betas) is served."""
+    engine = FakeEngine([words("done")])
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "fake", "max_tokens": 2_000, "temperature": 1, "stream": False, "service_tier": "auto",
+        "metadata": {"user_id": "user_0_account__session_1"}, "thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "system": [{"type": "text", "text": "You are an agent.", **cached}, {"type": "text", "text": " Be brief.", **cached}],
+        "tools": [
+            {
+                "name": "Read", "description": "reads", "eager_input_streaming": True, **cached,
+                "input_schema": {
+                    "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "additionalProperties": False,
+                    "properties": {"file_path": {"type": "string"}}, "required": ["file_path"],
+                },
+            }
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>x"}, {"type": "text", "text": "hi", **cached}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "forebay"}, {"type": "text", "text": "I look.", "citations": None},
+                {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"file_path": "a"}, "caller": {"type": "direct"}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "1", "is_error": False, **cached}]},
+        ],
+    }  # fmt: skip
+    async with client_of(engine) as client:
+        raw = await client.post("/v1/messages?beta=true", body=body, cast_to=object, options={"headers": {"anthropic-beta": "a,b"}})
+    assert raw["stop_reason"] == "end_turn"  # type: ignore[index]
+    tools: Any = body["tools"]
+    function = {"name": "Read", "description": "reads", "parameters": tools[0]["input_schema"]}
+    assert engine.calls[0].arguments == {
+        "enable_thinking": True, "reasoning_effort": "high", "tools": [{"type": "function", "function": function}]
+    }  # fmt: skip
+    assert [message["role"] for message in engine.calls[0].prompt] == ["system", "user", "assistant", "tool"]  # type: ignore[index,call-overload,union-attr]
+
+
 async def test_models_are_listed() -> None:
     """The one model is in the package's own list, and can be retrieved by its name."""
     async with client_of(FakeEngine([words("x")])) as client:

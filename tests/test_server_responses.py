@@ -264,6 +264,32 @@ async def test_what_cannot_be_served_is_refused_by_name() -> None:
     assert not engine.calls
 
 
+async def test_what_a_coding_agent_sends() -> None:
+    """A body with all that agents put beside the conversation is served, and its answer has what they keep of reasoning."""
+    engine = thinking(words("hm</think>done"))
+    body: Any = {
+        "model": "fake", "instructions": "You are an agent.", "store": False, "tool_choice": "auto", "parallel_tool_calls": True,
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "Zm9yZWJheTpobQ=="},
+            {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "call_1"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
+        ],
+        "tools": [{"type": "function", "name": "shell", "description": "runs", "strict": False, "parameters": {"type": "object"}}],
+        "reasoning": {"effort": "medium", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"},
+        "prompt_cache_key": "key", "service_tier": "auto", "extra_body": {"client_metadata": {"x": "y"}},
+    }  # fmt: skip
+    async with client_of(engine) as client:
+        events: Any = [event async for event in await client.responses.create(stream=True, **body)]
+    assert events[-1].response.output[0].encrypted_content == "Zm9yZWJheTpobQ=="
+    prompt: Any = engine.calls[0].prompt
+    assert [message["role"] for message in prompt] == ["system", "system", "user", "assistant", "tool"]
+    assert prompt[3]["reasoning_content"] == "hm"
+    assert engine.calls[0].arguments is not None
+    assert engine.calls[0].arguments["reasoning_effort"] == "high"
+
+
 async def test_parallel_calls_off_ends_the_turn_with_one() -> None:
     """The generation is left after the first call, and the response has that alone."""
     engine = FakeEngine([words(READ, COUNT, "never")], prompt_ids=THINKING[:1])

@@ -116,10 +116,10 @@ def _tools(asked: ResponsesTurn) -> list[dict[str, object]]:
     return [dict(tool) for tool in shown_tools(asked.tools, asked.tool_choice)]
 
 
-def tokens_before(asked: ResponsesTurn, kept: KeptResponses) -> Sequence[int]:
+def tokens_before(asked: ResponsesTurn, kept: KeptResponses) -> "array[int]":
     """Token ids that the request's new messages go on from; none where everything is rendered anew. Raises UnknownResponse."""
     before = _before(asked, kept)
-    return before.token_ids[: before.count].tolist() if before is not None and _goes_on(asked, before) else ()
+    return before.token_ids[: before.count] if before is not None and _goes_on(asked, before) else array("i")
 
 
 def response_prompt(asked: ResponsesTurn, kept: KeptResponses) -> list[Message]:
@@ -133,8 +133,13 @@ def response_prompt(asked: ResponsesTurn, kept: KeptResponses) -> list[Message]:
     return to_messages(msgspec.structs.replace(asked, messages=[*earlier, *asked.messages]))
 
 
-def kept_turn(asked: ResponsesTurn, body: ResponseBody, token_ids: Sequence[int], kept: KeptResponses) -> None:
-    """Keep an ended response, if it is to be and may be gone on from."""
+def kept_turn(
+    asked: ResponsesTurn, body: ResponseBody, prompt_ids: Sequence[int], answer_ids: Sequence[int], kept: KeptResponses
+) -> None:  # fmt: skip
+    """Keep an ended response, if it is to be and may be gone on from.
+
+    Args: prompt_ids: of its whole prompt, which begins with `tokens_before`.
+    """
     if not body.store:
         return
     try:
@@ -143,22 +148,27 @@ def kept_turn(asked: ResponsesTurn, body: ResponseBody, token_ids: Sequence[int]
         return
     output = msgspec.convert(msgspec.to_builtins(body.output), list[InputItem])
     encoded = encode(body)
-    ids, added = _extended(before, token_ids)
+    ids, added = _extended(before if before is not None and _goes_on(asked, before) else None, prompt_ids, answer_ids)
     kept.keep(
         body.id,
         KeptResponse(
             body=encoded, input=asked.items, items=[*(() if before is None else before.items), *asked.items, *output],
-            instructions=asked.wire.instructions, tools=_tools(asked), token_ids=ids, count=len(token_ids),
+            instructions=asked.wire.instructions, tools=_tools(asked), token_ids=ids, count=len(prompt_ids) + len(answer_ids),
             bytes=2 * len(encoded) + len(msgspec.json.encode(asked.items)) + _TOKEN_BYTES * added + 1_024,
         ),
     )  # fmt: skip
 
 
-def _extended(before: KeptResponse | None, token_ids: Sequence[int]) -> "tuple[array[int], int]":
-    """An array that begins with `token_ids`, and how many were added for it: that of `before` where it ends where these go on."""
-    if before is not None and before.count == len(before.token_ids) <= len(token_ids):
-        count = before.count
-        if before.token_ids == array("i", token_ids[:count]):
-            before.token_ids.extend(token_ids[count:])
-            return before.token_ids, len(token_ids) - count
-    return array("i", token_ids), len(token_ids)
+def _extended(before: KeptResponse | None, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> "tuple[array[int], int]":
+    """An array that begins with both, and how many were added for it: that of `before`, with which they begin, where it ends there too."""
+    if before is None:
+        ids = array("i", prompt_ids)
+    elif before.count == len(before.token_ids):
+        ids = before.token_ids
+        ids.extend(prompt_ids[before.count :])
+    else:  # another response went on from it
+        ids = before.token_ids[: before.count]
+        ids.extend(prompt_ids[before.count :])
+    ids.extend(answer_ids)
+    added = len(ids) - (before.count if before is not None and ids is before.token_ids else 0)
+    return ids, added

@@ -42,8 +42,8 @@ _STATUS_OF = {"length": "incomplete", "abort": "cancelled"}
 class ResponseWriter:
     """An `AnswerWriter` (dialects.py)."""
 
-    def __init__(self, asked: ResponsesTurn, head: AnswerHead, kept: Callable[[ResponseBody, Sequence[int]], None]) -> None:
-        """Args: kept: called once with the ended response and the token ids of its prompt and answer, before its end is told."""
+    def __init__(self, asked: ResponsesTurn, head: AnswerHead, kept: Callable[[ResponseBody, Sequence[int], Sequence[int]], None]) -> None:
+        """Args: kept: called once with the ended response and the token ids of its prompt and of its answer, before its end is told."""
         self._asked, self._head, self._kept = asked, head, kept
         self._parts = Parts(reply_parser(asked, head))
         self._hides = ENCRYPTED in (asked.wire.include or ())
@@ -79,7 +79,7 @@ class ResponseWriter:
 
     def _ended(self, usage: Usage) -> ResponseBody:
         body = self._body(_STATUS_OF.get(self._parts.finish_reason or "", "completed"), usage)
-        self._kept(body, [*self._head.prompt_token_ids, *self._parts.token_ids])
+        self._kept(body, self._head.prompt_token_ids, self._parts.token_ids)
         return body
 
     def _event(self, kind: str, /, **fields: object) -> bytes:

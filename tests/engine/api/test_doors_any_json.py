@@ -119,7 +119,7 @@ def test_any_response_is_refused_in_a_line_or_answered(fields: dict[str, Any], g
     except BadRequest as error:
         check_refusal(error)
         return
-    made = [ResponseWriter(asked, HEAD, lambda body, ids: kept_turn(asked, body, ids, kept)) for _ in range(2)]
+    made = [ResponseWriter(asked, HEAD, lambda body, prompt_ids, ids: kept_turn(asked, body, prompt_ids, ids, kept)) for _ in range(2)]
     body, last = said((made[0], made[1]))
     assert body["status"] == "completed"
     assert last.startswith("response.completed\n")

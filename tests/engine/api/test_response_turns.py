@@ -15,7 +15,7 @@ def answered(kept: KeptResponses, name: str, prompt: list[int], token: int, **fi
     """One response of a token, kept under its name."""
     asked = parse_responses(json.dumps({"input": "x", **fields}).encode())
     head = AnswerHead(id=name, model="m", created=1, prompt_token_ids=prompt)
-    writer = ResponseWriter(asked, head, lambda body, token_ids: kept_turn(asked, body, token_ids, kept))
+    writer = ResponseWriter(asked, head, lambda body, prompt_ids, answer_ids: kept_turn(asked, body, prompt_ids, answer_ids, kept))
     writer.take(0, Chunk("a", (token,), Usage(len(prompt), 1), finish_reason="stop"))
     writer.whole(Usage(len(prompt), 1))
 
@@ -33,12 +33,12 @@ def test_conversations_share_their_tokens_and_none_sees_another() -> None:
     answered(kept, "b", [*long, 1, 2], 3, previous_response_id="a")
     assert kept.bytes - first < 10_000
     answered(kept, "c", [*long, 1, 4], 5, previous_response_id="a")
-    answered(kept, "d", [9, *long, 1], 6, previous_response_id="b")
+    answered(kept, "d", [9, *long, 1], 6, previous_response_id="b", instructions="be brief")
     assert kept.bytes > first + 2 * 4 * 100_000
     assert before(kept, "a") == [*long, 1]
     assert before(kept, "b") == [*long, 1, 2, 3]
     assert before(kept, "c") == [*long, 1, 4, 5]
-    assert before(kept, "d") == [9, *long, 1, 6]
+    assert kept.find("d").token_ids.tolist() == [9, *long, 1, 6]
 
 
 def test_the_least_recently_used_leave_for_new_ones() -> None:
