@@ -9,10 +9,11 @@ from torch import Tensor
 
 from engine.model import LayerWeights, Model
 from kernels.index_score import index_scores
-from kernels.layout import PAGE_KEYS, KeyLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, KeyLayout
+from kernels.quantize import append_keys, stored_keys, unpack_keys
 from kernels.select import select
 from kernels.sparse_mla import sparse_mla_indexed
-from tests.engine.model.parity import Rows, rounded_row, rounding_gap, tie_distance
+from tests.engine.model.parity import Rows, key_gap, rounded_row, rounding_gap
 
 __all__ = ["FlatRun"]
 
@@ -36,12 +37,10 @@ class FlatRun:
         layers, self.device = len(model.row_layers), model.device
         self.latent = torch.full((layers, positions_max, self.config.latent), float("nan"), device=self.device)
         self.rope_key = torch.full((layers, positions_max, self.config.rope), float("nan"), device=self.device)
-        self.layout = KeyLayout("bf16" if keys == "bf16" else "f32", self.config.index_width)
+        self.layout = KeyLayout(keys, self.config.index_width)  # type: ignore[arg-type]  # one of them
         self._pages = -(-positions_max // PAGE_KEYS)
-        key_bytes = self.layout.key_bytes
-        dtype = torch.bfloat16 if keys == "bf16" else torch.float32
-        keys_shape = (layers, self._pages * PAGE_KEYS, key_bytes // dtype.itemsize)
-        self._keys = torch.full(keys_shape, float("nan"), dtype=dtype, device=self.device)
+        # 0xFF: NaN in every format, and as a scale
+        self._keys = torch.full((layers, self._pages * self.layout.page_bytes), 0xFF, dtype=torch.uint8, device=self.device)
         self.hidden = torch.empty(0, self.config.hidden)
 
     def append(self, ids: Tensor) -> Tensor:
@@ -81,9 +80,10 @@ class FlatRun:
         self.latent[local, positions], self.rope_key[local, positions] = rounded_row(latent.float(), rope_key.float(), self.rows)
         if layer.indexer is not None:
             key = layer.indexer.index_key(u, cos, sin)
-            if self.layout.encoding == "bf16":
-                self.rounding_gap = min(self.rounding_gap, tie_distance(key, torch.bfloat16))
-            self._keys[local, positions, : self.config.index_width] = key.to(self._keys.dtype)
+            self.rounding_gap = min(self.rounding_gap, key_gap(key, self.layout.encoding))
+            run, number = positions // BLOCK_ROWS, positions % BLOCK_ROWS
+            to = self._keys[local].data_ptr() + run * self.layout.run_bytes + number * self.layout.step_bytes
+            append_keys(key, to, 0, self.layout)
             query, head_weights = layer.indexer.index_query(u, self.index_latent(layer, u, qr), cos, sin)
             selection = self.choose(self.scores(local, query, head_weights, int(positions[-1]) + 1), positions, lowest)
         picked = self.selection_used(layer, selection, positions, lowest)
@@ -104,6 +104,10 @@ class FlatRun:
         pages = self._keys[local].data_ptr() + torch.arange(self._pages, device=self.device) * self.layout.page_bytes
         index_scores(query, head_weights, pages[: -(-keys // PAGE_KEYS)], keys, self.layout, out)
         return out
+
+    def keys_of(self, local: int, keys: int) -> Tensor:
+        """float32 [keys, width]: the first keys of a layer, as stored."""
+        return unpack_keys(stored_keys(self._keys[local], self.layout)[:keys], self.layout)
 
     def choose(self, scores: Tensor, positions: Tensor, lowest: int) -> Tensor:
         """The selection, int32 [T, k], of rows at `positions`."""

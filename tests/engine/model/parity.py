@@ -22,6 +22,7 @@ from tests.engine.model.tiny_models import dequantised, random_tensors, tiny_con
 __all__ = ["Configuration", "configurations", "make_checkpoint", "named", "prompt_ids", "transformers_logits", "transformers_model"]
 
 Rows = Literal["f32", "bf16", "q8g64"]
+Keys = Literal["f32", "bf16", "e4m3"]
 transformers_logging.disable_progress_bar()
 
 
@@ -34,7 +35,7 @@ class Configuration:
     prompt_tokens: int
     config: dict[str, Any] = field(default_factory=tiny_config)
     rows: Rows = "f32"
-    keys: Literal["f32", "bf16"] = "f32"
+    keys: Keys = "f32"
     shards: int = 1
     merged: bool = False
     fp8: bool = False
@@ -65,6 +66,7 @@ def configurations() -> list[Configuration]:
         Configuration("q8g64 rows", 292, 80, tiny_config(**_SMALL), rows="q8g64"),
         Configuration("q8g64 ragged rows", 345, 80, tiny_config(**{**_SMALL, "kv_lora_rank": 72}), rows="q8g64"),
         Configuration("q8g64 rows, bf16 keys", 7, 80, tiny_config(**_SMALL), rows="q8g64", keys="bf16"),
+        Configuration("q8g64 rows, e4m3 keys", 7, 80, tiny_config(**_SMALL), rows="q8g64", keys="e4m3"),
     ]  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def make_checkpoint(directory: Path, name: str) -> Path:
     )  # fmt: skip
 
 
-def transformers_logits(directory: Path, ids: Tensor, rows: Rows = "f32", keys: Literal["f32", "bf16"] = "f32") -> Tensor:
+def transformers_logits(directory: Path, ids: Tensor, rows: Rows = "f32", keys: Keys = "f32") -> Tensor:
     """Transformers' logits, float32 [T, V], for a whole prompt of ids, int64 [T], with its stored rows rounded as `rows` says."""
     model = transformers_model(directory)
     with torch.no_grad():
@@ -139,8 +141,31 @@ class _RoundedCache(DynamicCache):
         return super().update(*rounded_row(latent, rope, self._rows), layer, *rest, **options)
 
     def update_indexer(self, keys: Tensor, *rest: Any, **options: Any) -> Any:
-        rounded = keys if self._keys == "f32" else keys.to(torch.bfloat16).to(torch.float32)
-        return super().update_indexer(rounded, *rest, **options)
+        return super().update_indexer(rounded_key(keys, self._keys), *rest, **options)
+
+
+def rounded_key(keys: Tensor, form: str) -> Tensor:
+    """Index keys [..., Di], float32, after being stored as `form` and read back."""
+    if form == "f32":
+        return keys
+    if form == "bf16":
+        return keys.to(torch.bfloat16).to(torch.float32)
+    scale = keys.abs().amax(-1, keepdim=True) / 448.0
+    return (keys / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+def key_gap(keys: Tensor, form: str) -> float:
+    """`rounding_gap` of index keys."""
+    if form == "f32":
+        return float("inf")
+    if form == "bf16":
+        return tie_distance(keys, torch.bfloat16)
+    scale = keys.abs().amax(-1, keepdim=True) / 448.0
+    steps = keys.abs() / scale
+    spacing = torch.exp2(steps.clamp(min=2.0**-6).log2().floor() - 3)
+    fraction = steps / spacing
+    distance = (((fraction - fraction.floor()) - 0.5).abs() * spacing * scale).masked_fill(spacing * scale < 1e-4, float("inf"))
+    return float(distance.min())
 
 
 def rounded_row(latent: Tensor, rope: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ def _scores_by(patch: Patch, formula: Callable[[Tensor, Tensor], Tensor]) -> Non
 
     def scored(self: FlatRun, local: int, query: Tensor, head_weights: Tensor, keys: int) -> Tensor:
         out = real(self, local, query, head_weights, keys)
-        products = torch.einsum("tid,kd->tik", query, self._keys[local, :keys, : self.config.index_width])
+        products = torch.einsum("tid,kd->tik", query, self.keys_of(local, keys))
         out[:, :keys] = formula(products, head_weights)
         return out
 

@@ -9,8 +9,9 @@ from transformers import GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 
 from engine.model import Model, load_model
-from kernels.layout import RowLayout
-from kernels.quantize import pack_rows, unpack_rows
+from kernels.layout import KeyLayout, RowLayout
+from kernels.quantize import pack_keys, pack_rows, unpack_keys, unpack_rows
+from memory.row import KeyFormat
 from tests.engine.model.flat_run import FlatRun
 from tests.engine.model.parity import (
     Configuration,
@@ -18,6 +19,7 @@ from tests.engine.model.parity import (
     make_checkpoint,
     named,
     prompt_ids,
+    rounded_key,
     rounded_row,
     transformers_logits,
     transformers_model,
@@ -130,3 +132,13 @@ def test_patched_rounding_is_the_stored_rounding(rows: str, latents: int) -> Non
     assert torch.equal(stored_latent, rounded_latent)
     assert torch.equal(stored_rope, rounded_rope)
     assert not torch.equal(stored_latent, latent)
+
+
+@pytest.mark.parametrize("keys", ["f32", "bf16", "e4m3"])
+def test_patched_rounding_of_keys_is_the_stored_rounding(keys: KeyFormat) -> None:
+    """What the patched transformers rounds an index key to is what packing and unpacking it gives, at any magnitude."""
+    given = torch.randn(40, 24, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 2, 40)[:, None]
+    layout = KeyLayout(keys, 24)
+    stored = unpack_keys(pack_keys(given, layout), layout)
+    assert torch.equal(stored, rounded_key(given, keys))
+    assert torch.equal(stored, given) == (keys == "f32")
