@@ -2,7 +2,8 @@
 
 A text is read once with float32 keys. For some of its rows the same queries are then scored against the same keys as each narrower format
 stores them, and the selections compared: what the format alone changes, nothing that follows from it. Then windows of the text are answered
-greedily with keys of each format from the start. Prints nothing; knows no speed.
+greedily with keys of each format from the start. An answer that parts once is another text from there on, so each format is also led along
+the float32 answer: at every place of it, would the next token have been the same? Prints nothing; knows no speed.
 
 1. A row is compared only where there are more keys than it may select: before, every format selects them all.
 2. An overlap is the share of a row's selected positions that both formats select.
@@ -82,12 +83,14 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What was found. `overlaps` by format and selection group; `answers` by format, an agreement with float32 keys a window."""
+    """What was found, by format: `overlaps` a selection group, `answers` an agreement with float32 keys a window, and `led`, a window too,
+    the share of places at which the next token is the float32 answer's."""
 
     read_tokens: int
     width: int
     overlaps: dict[str, list[Overlap]]
     answers: dict[str, list[Agreement]]
+    led: dict[str, list[float]]
     key_bytes: dict[str, int] = field(default_factory=dict)
 
 
@@ -155,9 +158,23 @@ async def _answer(engine: Engine, ids: Sequence[int], tokens: int) -> tuple[int,
     return tuple([token async for chunk in engine.generate(list(ids), sampling) for token in chunk.token_ids])
 
 
+async def _led(engine: Engine, ids: Sequence[int], answer: Sequence[int]) -> float:
+    """Share of an answer's tokens that are said behind the ids and the answer's tokens before."""
+    session, prompt, equal = await engine.create_session(), list(ids), 0
+    sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
+    for number, token in enumerate(answer):
+        [said] = [one async for chunk in engine.generate(prompt, sampling, session=session) for one in chunk.token_ids]
+        equal += said == token
+        await engine.truncate_session(session, len(ids) + number)
+        prompt = [token]
+    await engine.close_session(session)
+    return equal / len(answer)
+
+
 async def run(plan: KeysPlan, watch: Watch) -> Keys:
     """Read and answer. Raises ForebayError."""
     answers: dict[str, list[tuple[int, ...]]] = {}
+    led: dict[str, list[float]] = {}
     key_bytes: dict[str, int] = {}
     overlaps: dict[str, list[Overlap]] = {}
     width = read = 0
@@ -178,25 +195,29 @@ async def run(plan: KeysPlan, watch: Watch) -> Keys:
                     watch("reading with f32 keys", 1, 1)
                 overlaps = comparison.overlaps
             starts = random.Random(1).choices(range(len(ids) - plan.window_tokens + 1), k=plan.windows)
-            answers[name] = []
+            answers[name], led[name] = [], []
             for number, start in enumerate(starts):
-                answers[name].append(await _answer(engine, ids[start : start + plan.window_tokens], plan.new_tokens))
+                window = ids[start : start + plan.window_tokens]
+                answers[name].append(await _answer(engine, window, plan.new_tokens))
+                if name != _EXACT:
+                    led[name].append(await _led(engine, window, answers[_EXACT][number]))
                 watch(f"answering with {name} keys", number + 1, plan.windows)
     agreed = {name: [agreement(*pair) for pair in zip(answers[_EXACT], answers[name], strict=True)] for name in FORMATS}
-    return Keys(read, width, {name: [one for one in ones if one.rows] for name, ones in overlaps.items()}, agreed, key_bytes)
+    compared = {name: [one for one in ones if one.rows] for name, ones in overlaps.items()}
+    return Keys(read, width, compared, agreed, led, key_bytes)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-_COLUMNS: tuple[tuple[str, Callable[[list[Overlap], list[Agreement]], str]], ...] = (
-    ("rows compared", lambda overlaps, _: str(sum(one.rows for one in overlaps))),
-    ("selection overlap, by group", lambda overlaps, _: ", ".join(f"{one.mean:.2%}" for one in overlaps) or "no row selects"),
-    ("least", lambda overlaps, _: f"{min((one.least for one in overlaps), default=1.0):.1%}"),
-    ("greedy tokens equal", lambda _, answers: f"{_mean([one.share for one in answers]):.1%}"),
-    ("before the first that differs, mean", lambda _, answers: f"{_mean([one.leading for one in answers]):.1f}"),
-    ("whole answers equal", lambda _, answers: f"{sum(one.share == 1.0 for one in answers)} of {len(answers)}"),
+_COLUMNS: tuple[tuple[str, Callable[[list[Overlap], list[Agreement], list[float]], str]], ...] = (
+    ("rows compared", lambda overlaps, *_: str(sum(one.rows for one in overlaps))),
+    ("selection overlap, by group", lambda overlaps, *_: ", ".join(f"{one.mean:.2%}" for one in overlaps) or "no row selects"),
+    ("least", lambda overlaps, *_: f"{min((one.least for one in overlaps), default=1.0):.1%}"),
+    ("next tokens equal", lambda _, __, led: f"{_mean(led):.2%}"),
+    ("tokens before answers part", lambda _, answers, __: f"{_mean([one.leading for one in answers]):.1f}"),
+    ("whole answers equal", lambda _, answers, __: f"{sum(one.share == 1.0 for one in answers)} of {len(answers)}"),
 )
 
 
@@ -206,7 +227,9 @@ def table(plan: KeysPlan, found: Keys) -> Table:
     title = f"index keys beside f32 ones: {found.read_tokens:,} tokens read, {windows}"
     shown = Table("keys", "bytes", *(name for name, _ in _COLUMNS), title=title, title_justify="left")
     for name in FORMATS:
-        shown.add_row(name, str(found.key_bytes[name]), *(say(found.overlaps[name], found.answers[name]) for _, say in _COLUMNS))
+        shown.add_row(
+            name, str(found.key_bytes[name]), *(say(found.overlaps[name], found.answers[name], found.led[name]) for _, say in _COLUMNS)
+        )
     return shown
 
 
@@ -220,6 +243,7 @@ def as_json(plan: KeysPlan, found: Keys, machine: dict[str, Any]) -> dict[str, A
             name: {
                 "key_bytes": found.key_bytes[name],
                 "overlap": [{"rows": one.rows, "mean": one.mean, "least": one.least, "equal": one.equal} for one in found.overlaps[name]],
+                "led": found.led[name],
                 "answers": [{"leading": one.leading, "share": one.share} for one in found.answers[name]],
             }
             for name in FORMATS

@@ -48,19 +48,23 @@ async def test_card_agrees_with_transformers(checkpoints: dict[str, Path], name:
     assert worst <= (TOLERANCE if chosen.rows == "f32" else ROUNDED), f"largest logit difference {worst}"
 
 
-@pytest.mark.parametrize("rows", ["f32", "q8g64"])
+@pytest.mark.parametrize(("rows", "keys"), [("f32", "auto"), ("q8g64", "auto"), ("q8g64", "e4m3")])
 @pytest.mark.parametrize("hot", [TOP_K, HOT])
-async def test_offload_is_resident(checkpoints: dict[str, Path], rows: str, hot: int) -> None:
+async def test_offload_is_resident(checkpoints: dict[str, Path], rows: str, keys: str, hot: int) -> None:
     """Tokens and logits are equal to the bit for histories across every boundary, replayed or issued anew."""
     missed = 0
     for length in LENGTHS:
         turns = [(ids(length, length), 6), (ids(3, 1), 70)]
         runs = [
-            await run(checkpoints[NAME], card(placement=placement, row_format=rows, hot_rows=hot, graphs=graphs), turns)
+            await run(
+                checkpoints[NAME],
+                card(placement=placement, row_format=rows, index_key_format=keys, hot_rows=hot, graphs=graphs),
+                turns,
+            )
             for placement, graphs in (("resident", "off"), ("offload", "on"), ("offload", "off"))
         ]
         for other in runs[1:]:
-            assert other.same_bits(runs[0]), f"{rows} rows, history {length}, hot cache {hot}"
+            assert other.same_bits(runs[0]), f"{rows} rows, {keys} keys, history {length}, hot cache {hot}"
         assert runs[1].statistics is not None
         missed += runs[1].statistics.misses
     assert missed > 0, "nothing was ever read from RAM: the comparison proves nothing"

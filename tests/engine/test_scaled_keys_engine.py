@@ -51,11 +51,13 @@ async def ran(checkpoint: Path, placement: str, rows: str = "q8g64", **settings:
 
 @pytest.mark.parametrize("rows", [pytest.param("f32", marks=pytest.mark.slow), "q8g64"])
 async def test_offload_is_resident_to_the_bit(checkpoint: Path, rows: str) -> None:
-    """Four turns across blocks, the ring and top-k give equal tokens and logits, and rows were read from RAM; the keys do round."""
+    """Four turns across blocks and top-k give equal tokens and logits, replayed or not, and rows were read from RAM; the keys do round."""
     offload, resident = await ran(checkpoint, "offload", rows), await ran(checkpoint, "resident", rows)
     assert offload.same_bits(resident)
     assert offload.statistics is not None
     assert offload.statistics.misses > 0
+    replayed = await ran(checkpoint, "offload", rows, graphs="on")
+    assert replayed.same_bits(offload), "a replay is not the step it was recorded from"
     exact = await run(checkpoint, small(row_format=rows, index_key_format="f32", hot_rows=TOP_K), TURNS)
     assert not offload.same_bits(exact), "keys of one byte a value chose as keys of four did: nothing was tested"
 

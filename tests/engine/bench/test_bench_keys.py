@@ -45,7 +45,10 @@ def test_formats_are_compared_with_float32(model: Path, tmp_path: Path, capsys: 
         found = written["formats"][name]
         assert [one["rows"] for one in found["overlap"]] == [rows] * groups
         assert all(0 < one["least"] <= one["mean"] <= 1 for one in found["overlap"])
-        assert len(found["answers"]) == 2
+        assert len(found["answers"]) == len(found["led"]) == 2
+        for answer, led in zip(found["answers"], found["led"], strict=True):
+            assert led >= answer["leading"] / 3  # led or not, it said the same up to there
+            assert (led == 1.0) == (answer["leading"] == 3)
     bf16, e4m3 = (sum(one["mean"] for one in written["formats"][name]["overlap"]) for name in FORMATS)
     assert e4m3 < bf16
     assert "rows compared" in capsys.readouterr().out
