@@ -75,7 +75,7 @@ def groups_settle_behind_their_gathers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(round_world, "plan_round", look_up_round)
         patch.setattr(round_world, "gather_group", gathered_then_settled)
-        test_a_group_at_once_gives_what_its_layers_do(3)
+        test_a_group_at_once_gives_what_its_layers_do(1)
 
 
 def main() -> None:
