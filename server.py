@@ -18,6 +18,7 @@ from aiohttp import web
 
 from engine import api
 from engine.api.dialects import CHAT, COMPLETION
+from engine.api.openapi import encode_openapi
 from engine.commands import WhileReady
 from engine.commands.line import run_line
 from engine.commands.signals import Signals
@@ -94,6 +95,10 @@ async def _model(request: web.Request) -> web.StreamResponse:
     return answer(api.encode(_card(service, engine)))
 
 
+async def _openapi(request: web.Request) -> web.StreamResponse:
+    return answer(encode_openapi())
+
+
 async def _health(request: web.Request) -> web.StreamResponse:
     return answer({"status": "ok"})
 
@@ -123,6 +128,7 @@ def build_app(service: Service) -> web.Application:
     add_message_routes(app.router)
     add_session_routes(app.router)
     add_watch_routes(app)
+    app.router.add_get("/openapi.json", _openapi, allow_head=False)
     app.router.add_get("/statistics", _statistics)
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)

@@ -51,7 +51,7 @@ def test_the_routes_of_the_readme_are_the_servers() -> None:
     """The table of routes names exactly what the server answers, the one model's card aside."""
     served = {(route.method, route.resource.canonical) for route in build_app(Service(ServerConfig())).router.routes() if route.resource}
     served = {(method, path) for method, path in served if method != "HEAD" and "{" not in path}
-    assert set(re.findall(r"`(GET|POST) (/[\w/]*)`", README)) == served
+    assert set(re.findall(r"`(GET|POST) (/[\w/.]*)`", README)) == served
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL), ids=["library", "client"])

@@ -22,23 +22,20 @@ __all__ = [
 Json: TypeAlias = dict[str, object]
 
 
-class TextBlock(msgspec.Struct, kw_only=True, frozen=True):
-    type: Literal["text"] = "text"
+class TextBlock(msgspec.Struct, kw_only=True, frozen=True, tag="text", tag_field="type"):
     text: str
 
 
-class ThinkingBlock(msgspec.Struct, kw_only=True, frozen=True):
+class ThinkingBlock(msgspec.Struct, kw_only=True, frozen=True, tag="thinking", tag_field="type"):
     """`signature` signs nothing: clients want one before they send a block back."""
 
-    type: Literal["thinking"] = "thinking"
     thinking: str
     signature: str
 
 
-class ToolUseBlock(msgspec.Struct, kw_only=True, frozen=True):
+class ToolUseBlock(msgspec.Struct, kw_only=True, frozen=True, tag="tool_use", tag_field="type"):
     """`input` of a call that broke off holds its text as far as it came, under `arguments`."""
 
-    type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: Json

@@ -28,18 +28,16 @@ class ReasoningText(msgspec.Struct, kw_only=True, frozen=True):
     text: str
 
 
-class MessageItem(msgspec.Struct, kw_only=True, frozen=True):
-    type: Literal["message"] = "message"
+class MessageItem(msgspec.Struct, kw_only=True, frozen=True, tag="message", tag_field="type"):
     id: str
     status: ItemStatus
     role: Literal["assistant"] = "assistant"
     content: tuple[OutputText, ...]
 
 
-class ReasoningItem(msgspec.Struct, kw_only=True, frozen=True):
+class ReasoningItem(msgspec.Struct, kw_only=True, frozen=True, tag="reasoning", tag_field="type"):
     """`encrypted_content`, where it was asked for: the same text in base64, for clients that send nothing else back."""
 
-    type: Literal["reasoning"] = "reasoning"
     id: str
     status: ItemStatus
     summary: tuple[()] = ()
@@ -47,10 +45,9 @@ class ReasoningItem(msgspec.Struct, kw_only=True, frozen=True):
     encrypted_content: str | UnsetType = UNSET
 
 
-class CallItem(msgspec.Struct, kw_only=True, frozen=True):
+class CallItem(msgspec.Struct, kw_only=True, frozen=True, tag="function_call", tag_field="type"):
     """`arguments`: JSON text of an object; not whole where the answer broke off, and `status` is then incomplete."""
 
-    type: Literal["function_call"] = "function_call"
     id: str
     call_id: str
     name: str
