@@ -107,6 +107,22 @@ async def end_anywhere(address: str, engine: EngineFace, *, leaves: bool) -> Non
     assert engine.statistics().steps < before + 500
 
 
+async def end_while_reading(address: str, engine: EngineFace) -> None:
+    """Ended by id while a long prompt is read: no step is ever made for it."""
+    steps = engine.statistics().steps
+    async with aiohttp.ClientSession(address) as client:
+        asked = asyncio.ensure_future(
+            client.post("/v1/completions", json={"prompt": [9] * 2_000, "max_tokens": 9}, headers={"X-Request-Id": "reads"})
+        )
+        while not engine.statistics().running:  # noqa: ASYNC110 - one look a turn of the loop
+            await asyncio.sleep(0)
+        async with client.post("/v1/requests/reads/cancel") as response:
+            assert response.status == 200
+        async with await asked as response:
+            assert response.status == 499
+    assert (engine.statistics().steps, engine.statistics().running) == (steps, 0)
+
+
 async def ask_for_too_much(address: str) -> None:
     """More tokens than the context holds behind the prompt are refused with its numbers, at every endpoint."""
     asked: list[tuple[str, dict[str, Any]]] = [
@@ -160,6 +176,7 @@ async def test_the_packages_drive_the_real_engine() -> None:
             await converse(client, engine.model_name)
         await end_anywhere(address, engine, leaves=False)
         await end_anywhere(address, engine, leaves=True)
+        await end_while_reading(address, engine)
         await ask_for_too_much(address)
         await two_turns_at_once(address)
 

@@ -290,6 +290,19 @@ async def test_what_a_coding_agent_sends() -> None:
     assert engine.calls[0].arguments["reasoning_effort"] == "high"
 
 
+async def test_a_turn_of_a_session_is_kept_by_the_session_alone() -> None:
+    """Its input is not the whole conversation, so nobody can go on from the response; it says where it left the session."""
+    engine = FakeEngine([words("a")])
+    await engine.create_session()
+    async with client_of(engine) as client:
+        response = await client.responses.create(model="fake", input="x", extra_body={"session": {"id": "s0", "revision": 3}})
+        assert response.model_extra is not None
+        assert response.model_extra["session"] == {"id": "s0", "revision": 4}
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+    assert (engine.calls[0].session, engine.calls[0].revision, engine.calls[0].after) == ("s0", 3, ())
+
+
 async def test_parallel_calls_off_ends_the_turn_with_one() -> None:
     """The generation is left after the first call, and the response has that alone."""
     engine = FakeEngine([words(READ, COUNT, "never")], prompt_ids=THINKING[:1])

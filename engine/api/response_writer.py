@@ -141,7 +141,7 @@ class ResponseWriter:
             output=tuple(map(self._item, self._parts.all)) if over else (),
             parallel_tool_calls=wire.parallel_tool_calls is not False, previous_response_id=wire.previous_response_id,
             reasoning={"effort": None if wire.reasoning is None else wire.reasoning.effort, "summary": None},
-            store=wire.store is not False, temperature=wire.temperature, top_p=wire.top_p,
+            store=wire.store is not False and wire.session is None, temperature=wire.temperature, top_p=wire.top_p,
             text={"format": (wire.text.format if wire.text is not None else None) or {"type": "text"}},
             tool_choice=wire.tool_choice or "auto", tools=tuple(wire.tools or ()), metadata=wire.metadata or {},
             usage=None if usage is None else self._usage(usage), session=head.left_at(self._parts.finish_reason),
