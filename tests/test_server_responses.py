@@ -164,7 +164,7 @@ async def test_kept_responses_are_read_listed_and_deleted() -> None:
                 await client.responses.retrieve(name)
             with pytest.raises(openai.NotFoundError) as caught:
                 await client.responses.create(model="fake", input="x", previous_response_id=name)
-            assert caught.value.param == "previous_response_id"
+            assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,32 @@ def test_a_higher_source_replaces_its_rival() -> None:
     assert resolve({}, {"FOREBAY_MODEL": "x", "FOREBAY_DEMO": "0"}).model == "x"
 
 
+def test_a_file_of_several_keys(tmp_path: Path) -> None:
+    """All of them are taken, the first is what commands send, and a bad line is named without its key."""
+    path = tmp_path / "keys"
+    path.write_text("anna:k1 requests=2\nk2\n")
+    server = resolve({"api_key_file": str(path)}, {}).server
+    assert ([key.name for key in server.keys], server.api_key, server.exposed) == (["anna", ""], "k1", False)
+    path.write_text("k1\ns3cret requests=none\n")
+    with pytest.raises(BadSetting, match=r"--api-key-file: .*keys: line 2: requests must be") as caught:
+        resolve({"api_key_file": str(path)}, {})
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "origins"),
+    [("*", ("*",)), ("https://a.example, http://b:3000", ("https://a.example", "http://b:3000")), ("null", ("null",)),
+     ("https://a.example/", None), ("a.example", None), ("https://a,", None)],
+)  # fmt: skip
+def test_origins(text: str, origins: tuple[str, ...] | None) -> None:
+    """Origins are what browsers send; a path or a missing scheme is refused, since it would never match."""
+    if origins is None:
+        with pytest.raises(BadSetting, match="--cors-origin must be"):
+            resolve({"cors_origin": text}, {})
+    else:
+        assert resolve({"cors_origin": text}, {}).server.origins == origins
+
+
 def test_the_key_file_is_read_and_the_key_is_never_shown(tmp_path: Path) -> None:
     """The key's last newline goes, an empty file is refused, and no repr shows a key."""
     path = tmp_path / "key"

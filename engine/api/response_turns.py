@@ -37,6 +37,11 @@ class UnknownResponse(BadRequest):
     status = 404
     kind = "not_found_error"
 
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message, field=field)
+        if field is not None:
+            self.code = "previous_response_not_found"  # clients send the whole conversation on it
+
 
 @dataclass(slots=True)
 class KeptResponse:
