@@ -11,7 +11,7 @@ __all__ = ["COUNTED_ALONE_MAX", "COUNTED_COLUMNS_MAX", "Scratch", "SelectionForm
 SelectionForm = Literal["auto", "chunks", "pieces", "counted"]
 
 measured_form: SelectionForm = "auto"  # what "auto" means, set by a bench before its engines open: until the forms have been compared
-measured_start: Literal["beside", "query", "scores"] = "beside"  # what of the chain is ahead of a layer's query; set likewise
+measured_start: Literal["beside", "query", "scores"] = "query"  # what of the chain is ahead of a layer's query; set likewise
 measured_settling: Literal["before", "behind"] = "before"  # whether a plan is settled before its gather or behind it; set likewise
 COUNTED_COLUMNS_MAX = 65_536  # measured: of 131,072 keys counting costs four rows more than its launches save, a million one row too
 COUNTED_ALONE_MAX = 131_072  # of one row alone
