@@ -64,8 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain-start",
         choices=("beside", "query", "scores"),
-        default="beside",
-        help="what of a selection comes ahead of the query (beside)",
+        default="query",
+        help="what of a selection comes ahead of the query (query)",
     )
     parser.add_argument(
         "--settling",
