@@ -9,6 +9,7 @@ import torch
 from engine.engine import Engine
 from engine.sampling import Sampling
 from kernels.layout import StateField
+from tests.engine.company import check_company, guests
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.runs import Run, collect, run, small
 
@@ -77,6 +78,17 @@ async def test_company_changes_no_bit(checkpoint: Path, sessions: int) -> None:
     assert steps < sessions * 6, "the sessions never shared a step"
     for number in checked:
         assert together[number].same_bits(alone[number]), f"session {number} of {sessions}"
+
+
+@pytest.mark.parametrize("limit", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+async def test_joining_and_leaving_changes_no_bit(checkpoint: Path, seed: int, limit: int) -> None:
+    """Requests join and leave at random, more than a step holds, urgent or not, greedy or not, prompts read beside steps: each gives the
+    tokens and logits that it gives alone."""
+    made = guests(seed, 7, int(named(NAME).config["vocab_size"]), rows_max=200, tokens_max=12)
+    config = small(row_format="q8g64", hot_rows=TOP_K, decode_batch_limit=limit, append_chunk_rows=64, prefix_cache="off")
+    async with Engine.open(checkpoint, config) as engine:
+        await check_company(engine, made)
 
 
 async def test_a_stop_in_flight_is_rolled_back(checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.sampling import Sampling
+from tests.engine.company import check_company, guests
 from tests.engine.model.parity import configurations, make_checkpoint, named, prompt_ids, transformers_logits
 from tests.engine.runs import Run, collect, greedy, run, small
 from tests.engine.test_engine_exactness import HOT, LENGTHS, NAME, TOP_K, ids
@@ -81,6 +82,17 @@ async def test_company_changes_no_bit(checkpoints: dict[str, Path], sessions: in
         assert engine.statistics().steps - before < sessions * 6, "the sessions never shared a step"
         for number in range(0, sessions, max(1, sessions // 4)):
             assert together[number].same_bits(await collect(engine, turns[number])), f"session {number} of {sessions}"
+
+
+@pytest.mark.parametrize("limit", [3, 8])
+@pytest.mark.parametrize("seed", range(4))
+async def test_joining_and_leaving_changes_no_bit(checkpoints: dict[str, Path], seed: int, limit: int) -> None:
+    """Requests join and leave at random, more than a step holds or fewer, prompts read beside replayed steps: each gives the tokens and
+    logits that it gives alone."""
+    made = guests(seed, 16, int(named(NAME).config["vocab_size"]), rows_max=700, tokens_max=40)
+    config = card(row_format="q8g64", hot_rows=TOP_K, decode_batch_limit=limit, append_chunk_rows=64, host_memory_bytes=256 << 20)
+    async with Engine.open(checkpoints[NAME], config) as engine:
+        await check_company(engine, made)
 
 
 async def test_sampled_tokens_are_the_cpus(checkpoints: dict[str, Path]) -> None:
