@@ -39,9 +39,9 @@ from streams import Event
 
 __all__ = ["AppendOutput", "AppendRun", "Scratch", "Unit"]
 
-_QUERY_TILE = 64  # query rows scored at once: bounds the score scratch to 64 x history
-_SCORES_A_UNIT = 64 << 20  # that one unit makes at most, but for one tile of a longer history: of 64 rows over 1,048,576 keys
-_SCRATCH_ROWS = 4096  # scratch grows by so many rows: histories of one prompt's chunks rarely need a new one
+_QUERY_TILE = 64  # query rows scored at once, of long histories half as many: bounds the score scratch
+_LONG_KEYS = 1 << 19
+_SCORES_A_UNIT = _QUERY_TILE * _LONG_KEYS  # that one unit makes at most: of 32 rows over 1,048,576 keys
 _NO_LAYER = 1 << 40
 
 
@@ -108,6 +108,7 @@ class AppendRun:
         self._first = -1  # where its first chunk begins
         # A session cut or forked inside its history: what makes the MTP row of its next slot is gone, and that row is there already.
         self._mtp_row_there = memory.counts.hidden_from >= memory.counts.logical > 0
+        self._end = 0  # where its last chunk ends
         self.done_rows = 0  # rows of finished chunks
         self.output = AppendOutput()
 
@@ -119,6 +120,7 @@ class AppendRun:
     def units(self) -> Iterator[Unit]:
         """The append's units, in order. The last one of a chunk is done when every whole block is in RAM."""
         rows_max = self._stage.append_rows
+        self._end = self._memory.counts.logical + len(self._tokens)
         for start in range(0, len(self._tokens), rows_max):
             last = start + rows_max >= len(self._tokens)
             yield from self._chunk_units(self._tokens[start : start + rows_max], last)
@@ -204,8 +206,8 @@ class AppendRun:
         end = chunk.first + chunk.rows
         held = self._scratch.held[local % 2]
         if held is None or held.shape[0] < end:
-            capacity = -(-end // _SCRATCH_ROWS) * _SCRATCH_ROWS
-            self._scratch.held[local % 2] = held = torch.empty((capacity, row_bytes), dtype=torch.uint8, device=self._stage.device)
+            # For the whole append at once: a device's allocator keeps each size that was asked for, and stops the device to ask for more.
+            self._scratch.held[local % 2] = held = torch.empty((self._end, row_bytes), dtype=torch.uint8, device=self._stage.device)
         self._bring(chunk, local, 0, chunk.first, held)
 
     def _bring(self, chunk: AppendChunk, local: int, first: int, end: int, held: Tensor) -> None:
@@ -237,9 +239,10 @@ class AppendRun:
         columns = -(-(chunk.first + end) // PAGE_KEYS) * PAGE_KEYS
         # A device's allocator keeps what it gave for each size asked for: a prompt asks for few sizes, not for one a page.
         apart = columns if query.device.type == "cpu" else 1 << (columns - 1).bit_length()
-        scores = torch.empty((min(_QUERY_TILE, end - first), apart), device=query.device)[:, :columns]
-        for start in range(first, end, _QUERY_TILE):
-            stop = min(start + _QUERY_TILE, end)
+        each = _tile_rows(chunk.first + chunk.rows)
+        scores = torch.empty((min(each, end - first), apart), device=query.device)[:, :columns]
+        for start in range(first, end, each):
+            stop = min(start + each, end)
             keys = chunk.first + stop
             tile = scores[: stop - start]
             index_scores(query[start:stop], head_weights[start:stop], pages[: -(-keys // PAGE_KEYS)], keys, self._stage.layout.key, tile)
@@ -322,7 +325,13 @@ def _without_first(chunk: AppendChunk) -> AppendChunk:
     return replace(chunk, row_destinations=rows, key_destinations=keys, page_destinations=pages)
 
 
+def _tile_rows(keys: int) -> int:
+    """Query rows scored at once over so many keys; more than the decode kernels take, so that all tiles of a chunk go one way."""
+    return _QUERY_TILE if keys <= _LONG_KEYS else _QUERY_TILE // 2
+
+
 def _tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:
-    """Rows that are scored by one unit: whole tiles, as many as bound the scores that it makes over `keys` keys."""
-    each = max(1, _SCORES_A_UNIT // (_QUERY_TILE * keys)) * _QUERY_TILE
+    """Rows that are scored by one unit: whole tiles, as many as bound the scores that it makes over `keys` keys, but at least one."""
+    tile = _tile_rows(keys)
+    each = max(1, _SCORES_A_UNIT // (tile * keys)) * tile
     return ((start, min(start + each, rows)) for start in range(0, rows, each))

@@ -4,9 +4,9 @@ Holds the running appends and the units in flight. Does not know what follows an
 
 Invariants:
 1. At most one chunk is open; whose the next one is, is asked anew at each chunk's end, so that a short prompt passes a long one.
-2. Units beside a step are submitted while what they cost stays within what the step allows, on the average: one that costs more is paid
-   for by turns without any. One that would wait for another stream is not submitted before that is done, or it would hold up the steps.
-   Those of one turn may be in flight when the next come: they lie between the steps in flight.
+2. Units beside a step cost no more than the step allows. One that costs more goes alone, and is paid for by turns without any. One that
+   would wait for another stream is not submitted before that is done, or it would hold up the steps. Those of one turn may be in flight
+   when the next come: they lie between the steps in flight.
 3. An append of a session that broke ends at its next turn, whatever its own operations say.
 4. An append is stopped only when no operation of it is in flight; it keeps the rows of finished chunks.
 """
@@ -123,10 +123,12 @@ class AppendQueue:
         self._credit = 0 if allowance is None else min(self._credit + allowance, allowance)
         events: list[Event[Any]] = []
         try:
-            while allowance is None or self._credit > 0:
+            while True:
                 if request not in self._next and not self._has_more(request):
                     raise AssertionError(f"request {request.id} has a chunk without an end")
                 unit = self._next[request]
+                if allowance is not None and self._credit < min(unit.cost, allowance):
+                    break
                 if allowance is not None and unit.needs is not None and not unit.needs.done():
                     self.unit = unit.needs
                     break

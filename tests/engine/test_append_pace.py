@@ -73,22 +73,22 @@ def _units(stage: Any, history: int, rows: int) -> list[Unit]:
 @pytest.mark.parametrize("chunk", [512, 2048])
 @pytest.mark.parametrize("history", [0, 50_000, MILLION - 2048])
 def test_no_unit_takes_long_at_true_widths(slice_model: Model, chunk: int, history: int) -> None:
-    """At the slice's widths, on a device, the longest unit of a chunk takes at most twice a step over 50,000 rows: with what a gap of 2
-    allows a step, tokens come at most four times as far apart."""
+    """At the slice's widths, on a device, the longest unit of a chunk takes at most 1.25 steps over 50,000 rows at the default number of
+    rows, and 3 at four times as many: beside a step goes what it allows or one unit, so tokens come at most four times as far apart."""
     stage = _stage(slice_model, chunk)
     step = StepCost(stage).step([50_000], 0)
     units = _units(stage, history, chunk)
     longest = max(units, key=lambda unit: unit.cost)
-    assert longest.cost <= 2 * step, f"{longest} takes {longest.cost / step:.2f} steps"
+    assert longest.cost <= (1.25 if chunk == 512 else 3) * step, f"{longest} takes {longest.cost / step:.2f} steps"
     assert sum(unit.ends_chunk for unit in units) == 1
     assert units[-1].ends_chunk
 
 
 def test_a_long_history_is_scored_in_pieces(slice_model: Model) -> None:
-    """Behind a million rows every 64 rows of a chunk are a unit; behind few, all of a layer's are."""
+    """Behind a million rows every 32 rows of a chunk are a unit; behind few, all of a layer's are."""
     stage = _stage(slice_model, 512)
     counts = {history: len(_units(stage, history, 512)) for history in (0, MILLION - 512)}
-    assert counts[MILLION - 512] - counts[0] == 4 * (512 // 64 - 1)
+    assert counts[MILLION - 512] - counts[0] == 4 * (512 // 32 - 1)
 
 
 class Watched:
@@ -135,8 +135,8 @@ class Watched:
 
 @pytest.mark.parametrize("gap", [1.5, 4.0])
 async def test_units_beside_a_step_cost_what_it_allows(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, gap: float) -> None:
-    """Beside a step units are submitted until what it allows is spent, so at most one unit more; over all steps no more than allowed, and
-    the decoding session's tokens are those it says alone."""
+    """Beside a step go units that cost no more than it allows, or one that does; over all steps no more than allowed, and the decoding
+    session's tokens are those it says alone."""
     watched = Watched(monkeypatch)
     config = small(hot_rows=TOP_K, append_gap=gap)
     async with Engine.open(checkpoint, config) as engine_:
@@ -147,7 +147,7 @@ async def test_units_beside_a_step_cost_what_it_allows(checkpoint: Path, monkeyp
     found = watched.beside_steps()
     assert len(found) > 4, "the prompt was not read beside steps"
     for allowed, costs in found:
-        assert sum(costs[:-1]) < allowed, f"{costs} were submitted where {allowed} was allowed"
+        assert sum(costs) <= allowed or len(costs) == 1, f"{costs} were submitted where {allowed} was allowed"
     spent, allowed = sum(sum(costs) for _, costs in found), sum(number for number, _ in found)
     longest = max(cost for _, costs in found for cost in costs)
     assert spent <= allowed + longest
