@@ -204,6 +204,28 @@ async def test_company_is_not_touched(model: Path, changes: dict[str, Any]) -> N
     assert list(together) == alone
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+async def test_a_card_keeps_forms(model: Path, graphs: str) -> None:
+    """On a card, with drafts and replays, JSON is of its schema, calls are of theirs, and requests beside them are not touched."""
+    prompt = [5, 17, 900, 44, 3, 61, 1200]
+    plain = Sampling(max_tokens=60, temperature=0.9, seed=1, ignore_eos=True)
+    config = small(device="cuda", dtype="f32", row_format="q8g64", graphs=graphs, draft_depth=3, decode_batch_limit=4)
+    async with Engine.open(model, config) as engine:
+        alone = (await engine.generate(prompt, plain).complete()).token_ids
+        beside, *turns = await asyncio.gather(
+            engine.generate(prompt, plain).complete(),
+            turn(engine, seed=5, response_format=FORMAT),
+            turn(engine, seed=6, response_format=FORMAT),
+            turn(engine, seed=1, tools=TOOLS, tool_choice="required", logit_bias={str(END): 12}),
+        )
+    assert beside.token_ids == alone
+    for got in turns[:2]:
+        assert got.finish_reason == "length" or jsonschema.validate(json.loads(got.parts.content), SCHEMA) is None
+    if turns[2].finish_reason == "stop":
+        checked(turns[2].calls)
+
+
 async def test_what_is_no_form_is_refused_before_anything_begins(engine: Engine) -> None:
     """Expressions, grammars and schemas that cannot be kept are refused by name, with the library's reason."""
     cases: list[tuple[dict[str, Any], str, str]] = [
