@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 from rich.text import Text
@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cards", metavar="N", help="cards of a machine (8)")
     parser.add_argument("--vram", metavar="SIZE", help="memory of a card (48GiB)")
     parser.add_argument("--cards-per-stage", metavar="1|2", help="2: owner and peer share a stage's layers (2 where cards are even)")
-    parser.add_argument("--weights", metavar="bf16|fp8|int4|f32", help="how weights are stored; default: as the config says")
-    parser.add_argument("--weight-group", metavar="N", help="inputs that share a scale in int4 (64)")
+    parser.add_argument("--weights", metavar="bf16|fp8|int4|int8|mix|f32", help="how weights are stored; default: as the config says")
+    parser.add_argument("--weight-group", metavar="N", help="inputs that share a scale in int4, int8 and mix (64)")
     parser.add_argument("--without-mtp", action="store_true", help="leave the MTP block out")
     parser.add_argument("--index-key-format", dest="keys", metavar="auto|bf16|f32|e4m3", help="how index keys are stored (auto)")
     parser.add_argument("--mirror-replicas", dest="replicas", metavar="1|2", help="copies of a history in RAM (1)")
@@ -83,17 +83,20 @@ def _config(model: str, asked: "WeightForm | None") -> "tuple[ModelConfig, Weigh
 
     path = Path(model)
     if model in NAMED and not path.exists():
-        return ModelConfig.read(NAMED[model]), asked or WeightForm("bf16")
-    file = path / "config.json" if path.is_dir() else path
-    raw: dict[str, Any] = dict(read_json(file)) if file.is_file() else {}
-    quantised = raw.pop("quantization_config", None)
-    config = ModelConfig.read(raw) if raw else ModelConfig.read(path)
+        config, raw = ModelConfig.read(NAMED[model]), dict(NAMED[model])
+    else:
+        file = path / "config.json" if path.is_dir() else path
+        raw = dict(read_json(file)) if file.is_file() else {}
+        if asked is not None:
+            raw.pop("quantization_config", None)  # whatever it says
+        config = ModelConfig.read(raw) if raw else ModelConfig.read(path)
     if asked is not None:
         return config, asked
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if quantised and method != "fp8":
-        raise BadSetting(f"{file}: weights quantised by {method!r} have no known size here; say --weights bf16, fp8 or int4")
-    return config, WeightForm("fp8" if method == "fp8" else "f32" if raw.get("dtype") == "float32" else "bf16")
+    method = config.quantisation.method
+    if method == "fp8":
+        return config, WeightForm("fp8")
+    packed = None if method == "none" else config.quantisation
+    return config, WeightForm("f32" if raw.get("dtype") == "float32" else "bf16", quantisation=packed)
 
 
 def _plan(invocation: Invocation) -> "Plan":
@@ -105,7 +108,7 @@ def _plan(invocation: Invocation) -> "Plan":
     model = settings.model or "glm-5.3"
     named = options.get("weights")
     if named is None and options.get("weight_group") is not None:
-        raise BadSetting("--weight-group belongs to --weights int4; give that too")
+        raise BadSetting("--weight-group belongs to --weights int4, int8 or mix; give that too")
     asked = None if named is None else WeightForm(named, _count(options, "weight_group", 64))  # type: ignore[arg-type]  # it checks
     forms: dict[str, KeyForm] = {form: form for form in get_args(KeyForm)}
     keys = str(options.get("keys") or settings.engine.index_key_format)

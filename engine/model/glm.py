@@ -29,7 +29,7 @@ from kernels.linear import linear
 from kernels.norm import rms_norm
 from kernels.rope import rope_frequencies, rope_table
 
-__all__ = ["Model", "load_model"]
+__all__ = ["Model", "check_names", "load_model"]
 
 # Copies of the main model's own tensors that some conversions keep under the MTP block.
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -123,7 +123,7 @@ def load_model(
     assert held.step == 1, f"a stage is consecutive layers, not {held}"
     assert 0 <= held.start < held.stop <= source.config.layers, f"no stage {held} of {source.config.layers} layers"
     first, last = held.start == 0, held.stop == source.config.layers
-    with_mtp = last and _check_names(source.tensors.names, source.config.layers)
+    with_mtp = last and check_names(source.tensors.names, source.config.layers)
     outer = {_OUTER[0]: first or with_mtp, _OUTER[1]: last, _OUTER[2]: last}
     read_layers = {*held, source.config.layers} if with_mtp else {*held}
     names = [name for name in source.tensors.names if _is_read(name, read_layers, outer)]
@@ -175,7 +175,7 @@ def _is_read(name: str, layers: set[int], outer: dict[str, bool]) -> bool:
     return int(matched[1]) in layers and matched[2] not in _MTP_COPIES
 
 
-def _check_names(names: frozenset[str], layers: int) -> bool:
+def check_names(names: frozenset[str], layers: int) -> bool:
     """Refuse names that no such model has, in any stage. Returns: whether the MTP block is stored."""
     mtp = any(weight_name(name) == f"model.layers.{layers}.eh_proj.weight" for name in names if ".eh_proj." in name)
     for name in sorted(names):

@@ -186,8 +186,6 @@ def _notes(engine: EngineConfig, boxes: Boxes, ask: Ask) -> tuple[str, ...]:
     notes = []
     if boxes.stages > 1 or boxes.cards_per_stage > 1:
         notes.append("this engine runs one stage on one card; several cards and nodes are planned, not built")
-    if ask.form.encoding == "int4":
-        notes.append("int4 weights are planned and cannot be loaded yet")
     if ask.replicas == 2:
         notes.append("two mirrors are planned and not built yet")
     if engine.placement == "resident":

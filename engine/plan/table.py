@@ -87,7 +87,7 @@ def verdict(plan: Plan) -> list[str]:
     ask, boxes, first = plan.ask, plan.boxes, plan.first
     block = "" if ask.mtp else " without the MTP block"
     lines = [
-        f"{plan.model}: {size(plan.checkpoint_bytes)} of {ask.form.encoding} weights{block}, rows of {plan.row_bytes} bytes, keys of "
+        f"{plan.model}: {size(plan.checkpoint_bytes)} of {ask.form.named} weights{block}, rows of {plan.row_bytes} bytes, keys of "
         f"{plan.key_bytes}, {plan.placement}, on {boxes.nodes} x {boxes.cards} cards, {boxes.cards_per_stage} a stage"
     ]
     lines.append(f"a history of {ask.tokens:,} tokens is {size(plan.history_bytes)} of packed rows in all layers")
@@ -115,7 +115,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "kind": "plan",
         "model": plan.model,
         "asked": {
-            "tokens": ask.tokens, "sessions": ask.sessions, "weights": ask.form.encoding, "weight_group": ask.form.group, "mtp": ask.mtp,
+            "tokens": ask.tokens, "sessions": ask.sessions, "weights": ask.form.named, "weight_group": ask.form.group, "mtp": ask.mtp,
             "index_keys": ask.keys, "mirror_replicas": ask.replicas, "placement": plan.placement, "hot_rows": plan.hot_rows,
         },
         "boxes": {

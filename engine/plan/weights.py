@@ -2,8 +2,10 @@
 
 Knows names and shapes (`engine/model/stored.py`) and no contents.
 1. `fp8` is the official block form: matrices of attention, indexer and MLPs in e4m3 with a float32 scale a block of 128 x 128.
-2. `int4` is the published mix of four-bit routed experts (a float16 scale a group of inputs) with everything else as in `fp8`.
-3. An engine holds routers in float32 and kv_b, which it cuts per head, in its own dtype; a checkpoint stores neither so.
+2. `int4` and `int8` are what `forebay convert` makes by itself: routed experts so, with a bf16 scale a group, everything else and the MTP
+   block in bf16. `mix` also has attention, dense and shared MLPs in eight bits, as published mixes have. A config.json's own packed form is
+   counted by its own schemes.
+3. An engine holds routers in float32, and in its own dtype what it cuts (kv_b) or no product reads packed; a checkpoint stores neither so.
 Source: model.md, sections 4.1 to 4.3.
 """
 
@@ -15,35 +17,54 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
+from engine.convert.recipe import Form, Recipe
 from engine.errors import BadSetting
 from engine.model.config import ModelConfig
+from engine.model.quantisation import GROUPS, Quantisation, Scheme
 from engine.model.stored import stored_shapes
 from kernels.linear.block_fp8 import FP8_BLOCK
+from kernels.linear.group_int import padded_width
 
 __all__ = ["LayerBytes", "WeightForm", "checkpoint_bytes", "layer_bytes"]
 
-Encoding: TypeAlias = Literal["f32", "bf16", "fp8", "int4"]
+Encoding: TypeAlias = Literal["f32", "bf16", "fp8", "int4", "int8", "mix"]
 
 _BIAS = "e_score_correction_bias"
 _PRODUCT = re.compile(r"(_proj|_proj_with_mqa|indexer\.wq_b|indexer\.wk)\.weight$")  # what the official form stores in e4m3 ...
 _KEPT = ("weights_proj", "eh_proj")  # ... but for these
 _EXPERT = ".mlp.experts."
+_HELD_PLAIN = ("kv_b_proj", "weights_proj", "eh_proj", "lm_head")  # multiplied out when they are read
+_FORMS: Mapping[str, Mapping[str, Form]] = {
+    "int4": {"experts": "int4"}, "int8": {"experts": "int8"}, "mix": {"experts": "int4", "mlp": "int8", "attention": "int8"},
+}  # fmt: skip
 # On both cards of a stage: what selections, rows, keys and routing are made from. Everything else of a matrix's kind is halved.
 _BOTH = ("q_a_proj", "kv_a_proj", "indexer.", "mlp.gate.", "norm")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights are stored. `group`: inputs that share a scale in `int4`."""
+    """How weights are stored. `group`: inputs that share a scale in integers. `quantisation`: a config.json's own packed form, if any."""
 
     encoding: Encoding
     group: int = 64
+    quantisation: Quantisation | None = None
 
     def __post_init__(self) -> None:
         if self.encoding not in get_args(Encoding):
             raise BadSetting(f"--weights must be one of {', '.join(get_args(Encoding))}, not {self.encoding!r}")
-        if self.group < 1:
-            raise BadSetting(f"--weight-group must be at least 1, not {self.group}")
+        if self.group not in GROUPS:
+            raise BadSetting(f"--weight-group must be one of {', '.join(map(str, GROUPS))}, not {self.group}")
+
+    def packed(self, layers: int) -> Quantisation | None:
+        """Which weights are packed integers, in a model of so many layers; None where none is."""
+        if self.quantisation is not None or self.encoding not in _FORMS:
+            return self.quantisation
+        return Recipe(_FORMS[self.encoding], self.group).quantisation(layers)
+
+    @property
+    def named(self) -> str:
+        """For people and JSON."""
+        return self.encoding if self.quantisation is None else self.quantisation.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,8 @@ class LayerBytes:
 
 def checkpoint_bytes(config: ModelConfig, form: WeightForm, *, mtp: bool) -> int:
     """Bytes of all tensors as a checkpoint stores them."""
-    return sum(_bytes(name, shape, form, held=False) for name, shape in stored_shapes(config, mtp=mtp).items())
+    packed = form.packed(config.layers)
+    return sum(_bytes(name, shape, form, packed, held=False) for name, shape in stored_shapes(config, mtp=mtp).items())
 
 
 @lru_cache(maxsize=16)
@@ -70,23 +92,38 @@ def layer_bytes(config: ModelConfig, form: WeightForm, *, mtp: bool, cards: int)
     Args: cards: of a stage, 1 or 2.
     """
     held: dict[str, LayerBytes] = {}
+    packed = form.packed(config.layers)
     for name, shape in stored_shapes(config, mtp=mtp).items():
         parts = name.split(".")
         place = parts[2] if parts[1] == "layers" else {"embed_tokens": "embed", "norm": "norm", "weight": "head"}[parts[1]]
-        whole = _bytes(name, shape, form, held=True)
+        whole = _bytes(name, shape, form, packed, held=True)
         card = whole if len(shape) < 2 or any(part in name for part in _BOTH) else -(-whole // cards)
         held[place] = held.get(place, LayerBytes()) + LayerBytes(whole, card, card if _EXPERT in name else 0)
     return MappingProxyType(held)
 
 
-def _bytes(name: str, shape: tuple[int, ...], form: WeightForm, *, held: bool) -> int:
+def _bytes(name: str, shape: tuple[int, ...], form: WeightForm, packed: Quantisation | None, *, held: bool) -> int:
     values = math.prod(shape)
-    if name.endswith(_BIAS) or form.encoding == "f32" or (held and ".mlp.gate." in name):
+    if name.endswith(_BIAS) or (held and ".mlp.gate." in name):
         return 4 * values
-    quantised = form.encoding in ("fp8", "int4") and _PRODUCT.search(name) is not None and not any(part in name for part in _KEPT)
+    scheme = packed.scheme_of(name.removesuffix(".weight")) if packed is not None and len(shape) == 2 else None
+    if scheme is not None and not (held and any(part in name for part in _HELD_PLAIN)):
+        return _packed_bytes(shape[0], shape[1], scheme, held=held)
+    if form.encoding == "f32":
+        return 4 * values
+    quantised = form.encoding == "fp8" and _PRODUCT.search(name) is not None and not any(part in name for part in _KEPT)
     if not quantised or (held and "kv_b_proj" in name):
         return 2 * values
     outputs, width = shape
-    if form.encoding == "int4" and _EXPERT in name:
-        return -(-values // 2) + 2 * outputs * -(-width // form.group)
     return values + 4 * -(-outputs // FP8_BLOCK) * -(-width // FP8_BLOCK)
+
+
+def _packed_bytes(outputs: int, width: int, scheme: Scheme, *, held: bool) -> int:
+    """Codes, scales of two bytes, and zeros: packed as codes are in a checkpoint, a byte each where they are held."""
+    group = scheme.group or -(-width // 64) * 64
+    if held:
+        padded = padded_width(width, scheme.bits, group)
+        return outputs * (padded * scheme.bits // 8 + -(-padded // group) * (2 if scheme.symmetric else 3))
+    groups = -(-width // group)
+    zeros = 0 if scheme.symmetric else 4 * -(-outputs * scheme.bits // 32) * groups
+    return 4 * outputs * -(-width * scheme.bits // 32) + 2 * outputs * groups + zeros

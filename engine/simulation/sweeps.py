@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
+from engine.convert import Recipe
 from engine.model.config import ModelConfig
 from engine.model.named import NAMED
 from engine.plan import Ask, Boxes, WeightForm, make_plan
@@ -104,9 +105,10 @@ class Picture:
 
 
 def two_nodes() -> Nodes:
-    """Eight stages of two cards on two nodes, GLM-5.3 cut as its plan with four-bit experts is, fitted to the rows that may be."""
+    """Eight stages of two cards on two nodes, fitted to the rows that may be; cut for four-bit experts and the rest in block-FP8."""
     config = ModelConfig.read(NAMED["glm-5.3"])
-    plan = make_plan("glm-5.3", config, EngineConfig(), Boxes(), Ask(_M, 15, WeightForm("int4"), mtp=True))
+    form = WeightForm("fp8", quantisation=Recipe({"experts": "int4"}, mtp=True).quantisation(config.layers))
+    plan = make_plan("glm-5.3", config, EngineConfig(), Boxes(), Ask(_M, 15, form, mtp=True))
     stages = tuple(
         StageShape(stage.node, len(stage.layers), sum(config.full_layers[layer] for layer in stage.layers), stage.mtp)
         for stage in plan.stages

@@ -91,6 +91,9 @@ def test_int4_experts_are_four_bits_and_a_scale_a_group() -> None:
     held = layer_bytes(GLM, WeightForm("int4"), mtp=True, cards=1)["40"]
     assert held.experts == 256 * 3 * (2048 * 6144 // 2 + 2 * 2048 * 6144 // 64)
     assert layer_bytes(GLM, WeightForm("int4"), mtp=True, cards=2)["40"].experts == held.experts // 2
+    mixed = layer_bytes(GLM, WeightForm("mix", 128), mtp=True, cards=1)["40"]
+    assert mixed.experts == 256 * 3 * (2048 * 6144 // 2 + 2 * 2048 * 6144 // 128)
+    assert layer_bytes(GLM, WeightForm("int4"), mtp=True, cards=1)["78"].experts == 256 * 3 * 2048 * 6144 * 2  # the MTP block stays
 
 
 def test_weights_alone_that_do_not_fit_are_named() -> None:
@@ -101,12 +104,13 @@ def test_weights_alone_that_do_not_fit_are_named() -> None:
 
 
 def test_int4_on_the_two_nodes_holds_fifteen_and_thirty() -> None:
-    """With four-bit experts 16 cards of 48 GiB and 2 TiB of RAM hold 15 and 30 sessions of 1M in one mirror, and two resident ones."""
-    for sessions in (15, 30):
-        plan = planned(M, sessions, boxes=Boxes(), mtp=True, form=WeightForm("int4"))
+    """With four-bit experts 16 cards of 48 GiB and 2 TiB of RAM hold 15 sessions of 1M in one mirror, 30 with e4m3 keys, two resident."""
+    for sessions, keys in ((15, "bf16"), (30, "e4m3")):
+        plan = planned(M, sessions, boxes=Boxes(), mtp=True, form=WeightForm("int4"), keys=keys)
         assert plan.fits
-        assert plan.first.what == "VRAM"
+        assert plan.first.what == ("VRAM" if sessions == 15 else "RAM")
         assert plan.resident_sessions == 2
+    assert not planned(M, 30, boxes=Boxes(), mtp=True, form=WeightForm("int4")).fits
     assert not planned(M, 30, boxes=Boxes(), mtp=True, form=WeightForm("int4"), replicas=2).fits  # 2 x 1,683 GiB are not in 2 TiB
 
 
@@ -164,7 +168,7 @@ def test_more_stages_than_layers_leave_cards_empty() -> None:
     ("wrong", "said"),
     [
         (lambda: Boxes(cards=3), "--cards-per-stage 2"), (lambda: Boxes(nodes=0), "--nodes"), (lambda: Boxes(card_bytes=0), "--vram"),
-        (lambda: WeightForm("int3"), "--weights"), (lambda: WeightForm("int4", 0), "--weight-group"),  # type: ignore[arg-type]
+        (lambda: WeightForm("int3"), "--weights"), (lambda: WeightForm("int4", 48), "--weight-group"),  # type: ignore[arg-type]
         (lambda: planned(0), "--context"), (lambda: planned(M + 1), "more than the model's 1048576"),
         (lambda: planned(M, 0), "--sessions"), (lambda: planned(M, replicas=3), "--mirror-replicas"),
     ],

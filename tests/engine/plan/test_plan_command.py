@@ -13,7 +13,7 @@ from engine.commands.plan import tokens_of
 from engine.config import ServerConfig
 from engine.errors import BadModel, BadSetting
 from engine.protocol import EngineFace
-from tests.engine.model.tiny_models import tiny_config
+from tests.engine.model.tiny_models import packable_config, tiny_config
 
 
 async def unserved(
@@ -80,12 +80,18 @@ def test_weights_alone_are_said_not_to_fit(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_form_of_weights_is_the_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A block-FP8 config is planned in fp8; one in a form without known size asks for --weights; a directory may stand for its file."""
+    """A block-FP8 config is planned in fp8, a packed one by its own schemes, unless --weights is given; an unknown form is refused."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})))
     assert planned(capsys, str(tmp_path), *SMALL)["asked"]["weights"] == "fp8"  # type: ignore[index]
-    path.write_text(json.dumps(tiny_config(quantization_config={"quant_method": "awq"})))
-    with pytest.raises(BadSetting, match="'awq' have no known size here; say --weights"):
+    packed = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    path.write_text(json.dumps(packable_config(quantization_config=packed)))
+    found = planned(capsys, str(path), *SMALL)
+    assert found["asked"]["weights"] == "awq"  # type: ignore[index]
+    path.write_text(json.dumps(packable_config()))
+    assert found["checkpoint_bytes"] < planned(capsys, str(path), *SMALL)["checkpoint_bytes"] / 2  # type: ignore[operator]
+    path.write_text(json.dumps(tiny_config(quantization_config={"quant_method": "gptq"})))
+    with pytest.raises(BadModel, match="'gptq' is not supported"):
         line(str(path), *SMALL)
     assert planned(capsys, str(path), *SMALL, "--weights", "int4")["asked"]["weights"] == "int4"  # type: ignore[index]
 
