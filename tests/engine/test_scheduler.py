@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.sampling import PRIORITY_MAX
@@ -140,6 +140,12 @@ def test_a_namespace_with_many_sessions_steps_as_often_as_one_with_one() -> None
     assert found == {"a": 10, "b": 10, "c": 10, "z": 30}
 
 
+def test_several_are_chosen_key_by_key() -> None:
+    """Whoever is offered memory together comes one of each key, then the next of each."""
+    waiting = line(Asker("a", "one"), Asker("b", "one"), Asker("c", "one"), Asker("y", "other"), Asker("z", "other"))
+    assert waiting.names() == "aybzc"
+
+
 def test_a_priority_counts_within_its_namespace_only() -> None:
     """The soonest request of one key takes nothing from another key."""
     decoding = line(Asker("a", "one", -PRIORITY_MAX), Asker("b", "one"), Asker("z", "other", PRIORITY_MAX))
@@ -200,6 +206,7 @@ ARRIVALS = st.lists(
 
 @settings(max_examples=40, deadline=None)
 @given(ARRIVALS, st.integers(-PRIORITY_MAX, PRIORITY_MAX))
+@example([("come", key, PRIORITY_MAX) for key in (0, 1, 2)], -PRIORITY_MAX)
 def test_nobody_waits_for_ever(moves: list[tuple[str, int, int]], flood: int) -> None:
     """Under any arrivals, departures and services, and then under a flood of requests as urgent as they come, everybody who waits is served
     within the bound."""
@@ -209,7 +216,7 @@ def test_nobody_waits_for_ever(moves: list[tuple[str, int, int]], flood: int) ->
 
     def come(namespace: str, priority: int) -> None:
         if sum(asker.namespace == namespace for asker in waiting.askers) < most:
-            waiting.add(Asker("r", namespace, priority))
+            waiting.add(Asker("r", namespace, priority, session=object()))
 
     def serve(*, stays: bool) -> None:
         served = waiting.serve()
