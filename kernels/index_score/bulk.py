@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, KeyLayout
 from kernels.linear.kernel import dot_exact
+from kernels.quantize.kernel import e4m3_as_bfloat16
 
 __all__ = ["index_scores"]
 
@@ -30,9 +31,9 @@ PAGE = tl.constexpr(PAGE_KEYS)
 def _score_rows(pages, query, head_weights, out, rows, q_row, q_head, q_value, w_row, w_head, out_row, HEADS: tl.constexpr,
                 WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr,
                 WIDTH_BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
-                HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
+                NATIVE: tl.constexpr, HEADS_FACTOR: tl.constexpr, WIDTH_FACTOR: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
-    kind: tl.constexpr = tl.pointer_type(tl.float32 if WIDE else tl.float8e4nv if SCALED else tl.bfloat16)
+    kind: tl.constexpr = tl.pointer_type(tl.float32 if WIDE else tl.uint8 if SCALED else tl.bfloat16)
     page = tl.multiple_of(tl.load(pages + block * KEYS // PAGE).to(kind), 16)
     number = block * KEYS % PAGE + tl.arange(0, KEYS)
     key = (number // RUN * RUN_STRIDE + number % RUN * KEY_STRIDE)[:, None]
@@ -40,9 +41,9 @@ def _score_rows(pages, query, head_weights, out, rows, q_row, q_head, q_value, w
     if WIDTH == WIDTH_BLOCK:
         keys = tl.load(page + key + value[None, :])
     else:
-        keys = tl.load(page + key + value[None, :], mask=value[None, :] < WIDTH, other=0.0)
+        keys = tl.load(page + key + value[None, :], mask=value[None, :] < WIDTH, other=0)
     if SCALED:
-        keys = keys.to(tl.float32).to(tl.bfloat16)
+        keys = e4m3_as_bfloat16(keys, NATIVE)
         scale = tl.load((page.to(tl.int64) + number // RUN * RUN_STRIDE + RUN * KEY_STRIDE + number % RUN * 4).to(FLOAT32))
     column = block.to(tl.int64) * KEYS + tl.arange(0, KEYS)
     pair = tl.arange(0, ROWS * HEADS_BLOCK)  # rows of a group, heads within
@@ -70,7 +71,7 @@ def _shapes(query: Tensor, head_weights: Tensor, layout: KeyLayout) -> dict[str,
     return {
         "q_row": query.stride(0), "q_head": query.stride(1), "q_value": query.stride(2), "w_row": head_weights.stride(0),
         "w_head": head_weights.stride(1), "HEADS": heads, "WIDTH": width, "KEY_STRIDE": layout.values_bytes // size,
-        "RUN_STRIDE": layout.run_bytes // size, "SCALED": size == 1,
+        "RUN_STRIDE": layout.run_bytes // size, "SCALED": size == 1, "NATIVE": not torch.version.hip,
         "HEADS_BLOCK": max(16, triton.next_power_of_2(heads)), "WIDTH_BLOCK": max(16, triton.next_power_of_2(width)),
         "KEYS": 32 if exact else 128, "ROWS": 1 if exact else 4, "WIDE": wide, "HEADS_FACTOR": heads**-0.5, "WIDTH_FACTOR": width**-0.5,
         "num_warps": 4 if exact else 8, "num_stages": 2,
@@ -90,7 +91,15 @@ def _case(query: torch.dtype, encoding: str) -> dict[str, object]:
     layout = KeyLayout(encoding, 128)  # type: ignore[arg-type]  # one of them
     shapes = _shapes(torch.empty((64, 32, 128), dtype=query, device="meta"), torch.empty((64, 32), device="meta"), layout)
     kind = "*bf16" if query == torch.bfloat16 else "*fp32"
-    return shapes | {"pages": "*i64", "query": kind, "head_weights": "*fp32", "out": "*fp32", "rows": "i32", "out_row": 1 << 20}
+    return shapes | {
+        "pages": "*i64",
+        "query": kind,
+        "head_weights": "*fp32",
+        "out": "*fp32",
+        "rows": "i32",
+        "out_row": 1 << 20,
+        "NATIVE": {"cuda": True, "hip": False},
+    }
 
 
 COMPILE = [(_score_rows, _case(*each)) for each in ((torch.bfloat16, "bf16"), (torch.float32, "bf16"), (torch.bfloat16, "e4m3"))]

@@ -118,6 +118,5 @@ _NEW_AT = {"BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "RUN_BYTES": 16384, "
 COMPILE = [
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT}),
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "rows": 1}),  # Triton makes a constant of an argument that is 1
-    (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "RUN_BYTES": 8448, "KEY_STEP": 1}),
     (_locate_resident, {**_TABLE, **_PLAN, "misses": "*i64", "picks_all": "i32", "PICKS": 2048, "TILE": PICKS_TILE}),
 ]

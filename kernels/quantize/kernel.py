@@ -18,7 +18,8 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, SCALE_GROUP, KeyLayout, RowLayout
 
 __all__ = [
-    "FLOAT_MAX", "GROUP", "append_keys", "append_rows", "e4m3_codes", "e4m3_scale", "key_shape", "pack_keys", "pack_rows", "row_shape",
+    "FLOAT_MAX", "GROUP", "append_keys", "append_rows", "e4m3_as_bfloat16", "e4m3_codes", "e4m3_scale", "key_shape",
+    "pack_keys", "pack_rows", "row_shape",
     "store_quantized", "store_scaled", "store_wide", "store_zeros", "unpack_keys", "unpack_rows",
 ]  # fmt: skip
 
@@ -112,6 +113,15 @@ def e4m3_values(codes):
     value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
     value = tl.where(size == 0x7F, float("nan"), value)
     return value * tl.where(code > 0x7F, -1.0, 1.0)
+
+
+@triton.jit
+def e4m3_as_bfloat16(codes, NATIVE: tl.constexpr):
+    """bfloat16 values of codes, exact. NATIVE: by the device's own conversion, which a card without one would imitate at great length."""
+    if NATIVE:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(tl.bfloat16)
+    else:
+        return e4m3_values(codes).to(tl.bfloat16)
 
 
 @triton.jit
@@ -333,7 +343,6 @@ COMPILE = [
     (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("bf16", 128))}),
     (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("f32", 128)), "APPENDED": False}),
     (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("e4m3", 128))}),
-    (_pack_keys, {**_KEYS, **_APPEND, **key_shape(KeyLayout("e4m3", 5)), "APPENDED": False}),
     (_unpack_scaled, {"packed": "*u8", "out": "*fp32", "items": "i32", "COUNT": 128, "ITEM_BYTES": 132, "PADDED": 128, "TILE": 16}),
     (_unpack, {**_UNPACK, "QUANTIZED": True, "OFFSET": 0, "COUNT": 512, "PADDED": 512, "TILE": 4}),
     (_unpack, {**_UNPACK, "QUANTIZED": False, "OFFSET": _GLM.rope_offset, "COUNT": 64, "PADDED": 64, "TILE": 32}),

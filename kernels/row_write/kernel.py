@@ -344,7 +344,6 @@ COMPILE = [
     (_write_keys, _HALF | _KEY | {"bias": "*bf16"} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("bf16", 128))),
     (_write_keys, _FULL | _KEY | {"bias": "*fp32", "PAIRS": 4} | key_shape(KeyLayout("f32", 16))),
-    (_write_keys, _HALF | _KEY | {"bias": "*bf16", "SKIP_FIRST": True} | key_shape(KeyLayout("e4m3", 128))),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM)),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _full_shape(KeyLayout("e4m3", 128), 32)),
     (_write_layer, _LAYER | dict.fromkeys(_FLOATS, "*bf16") | row_shape(_GLM) | _SHARED),
