@@ -12,7 +12,7 @@ Invariants:
 Source: design, sections 7 and 10.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ class AppendRun:
     done."""
 
     def __init__(
-        self, stage: Stage, memory: SessionMemory, tokens: list[int], sampling: SamplingState | None, session: str,
+        self, stage: Stage, memory: SessionMemory, tokens: Sequence[int], sampling: SamplingState | None, session: str,
         scratch: Scratch | None = None,
     ) -> None:  # fmt: skip
         """Args: scratch: shared with other appends, whose chunks are open at other times; None: its own."""
@@ -132,7 +132,7 @@ class AppendRun:
             self._chunk.abandon(())
             self._chunk = None
 
-    def _chunk_units(self, tokens: list[int], last: bool) -> Iterator[Unit]:
+    def _chunk_units(self, tokens: Sequence[int], last: bool) -> Iterator[Unit]:
         rows, end, cost = len(tokens), self._memory.counts.logical + len(tokens), self._cost
         yield Unit(partial(self._open_chunk, tokens), cost.begin(rows))
         chunk = self._chunk
@@ -154,7 +154,7 @@ class AppendRun:
     def _submit(self, work: Callable[[], None], label: str, *after: Event[Any]) -> Event[Any]:
         return self._chain.submit(self._stage.streams.compute, work, label=label, after=after)
 
-    def _open_chunk(self, tokens: list[int]) -> Event[Any]:
+    def _open_chunk(self, tokens: Sequence[int]) -> Event[Any]:
         stage = self._stage
         self._fetched.clear()
         self._forwarded.clear()

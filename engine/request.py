@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,7 +61,7 @@ class Request:
         self.finished = False
         self.broken = False  # its session cannot go on
         self.ended = asyncio.Event()  # no operation of it is outstanding and its session is free
-        self._held: list[int] | None = None  # once it has begun: its session's tokens, of which the first are the prompt
+        self._held: array[int] | None = None  # once it has begun: its session's tokens, of which the first are the prompt
         self._prompt_tokens = 0
         self.cached = 0
         self.since = 0  # see `scheduler.Claim`

@@ -10,6 +10,7 @@ Invariants:
 Source: design, section 11.
 """
 
+from array import array
 from enum import Enum
 from typing import Final
 
@@ -56,7 +57,7 @@ class Session:
         self.namespace = namespace
         self.made_up = False  # its rows are not its tokens'
         self.used_at = 0.0  # Unix time of its last turn's beginning, or of its own
-        self.tokens: list[int] = []
+        self.tokens: array[int] = array("i")  # 4 bytes each, and nothing that the garbage collector visits
         self.memory: SessionMemory | None = None
         self.revision = 0
         self.closing = False  # nobody may begin in it any more

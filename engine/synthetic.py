@@ -11,7 +11,7 @@ Invariants:
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -106,7 +106,7 @@ class SyntheticRun(AppendRun):
         self,
         stage: Stage,
         memory: SessionMemory,
-        tokens: list[int],
+        tokens: Sequence[int],
         sampling: SamplingState | None,
         session: str,
         history: SyntheticHistory,

@@ -12,6 +12,7 @@ import asyncio
 import secrets
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -229,7 +230,7 @@ class Archives:
         arrival.id = self._free_id(SessionId(manifest.session))
         session = Session(arrival.id, temporary=False, namespace=namespace)
         session.move(Phase.ARCHIVED)
-        session.tokens, session.revision = list(manifest.tokens), manifest.revision
+        session.tokens, session.revision = array("i", manifest.tokens), manifest.revision
         if manifest.template != identity.template:
             _log.warning("restore.template_differs", session_id=session.id)
         if manifest.rows == 0:

@@ -13,6 +13,7 @@ import asyncio
 import os
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,7 +156,7 @@ async def _made_up(stage: Stage, rows: int, told: Told) -> Session:
     """A session between two turns whose rows are made up, but for the last."""
     history = SyntheticHistory(_SEED, rows - 1) if rows > 1 else None
     session = Session(_MADE, temporary=False)
-    session.tokens = [*(tokens_of(history, stage.model.config.vocabulary) if history else []), 1]
+    session.tokens = array("i", [*(tokens_of(history, stage.model.config.vocabulary) if history else []), 1])
     session.memory = memory = stage.placement.open(session.id, rows)
     session.move(Phase.APPENDING)
     if history is not None:

@@ -156,7 +156,7 @@ class _Known:
                 alike = (
                     reference
                     for script, reference, _ in self.reference_of.values()
-                    if script.whole(reference)[: len(session.tokens)] == session.tokens
+                    if script.whole(reference)[: len(session.tokens)] == list(session.tokens)
                 )
                 return next(alike, None)
         return None

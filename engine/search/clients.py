@@ -120,7 +120,7 @@ class Client:
 
     async def _turn(self, number: int, start: int, end: int) -> None:
         """Generate the tokens [start, end) of the script, or what is left of them."""
-        held, whole = self.session.tokens, self.whole()
+        held, whole = list(self.session.tokens), self.whole()
         assert held == whole[: len(held)], f"{self.script.name}: the session holds other tokens than it said"
         first = max(start, len(held) + (len(held) == self.session.rows))
         if first >= end:

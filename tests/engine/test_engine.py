@@ -125,7 +125,7 @@ async def test_an_abort_keeps_the_session(checkpoint: Path) -> None:
                 got.extend(chunk.token_ids)
                 if len(got) == 9:
                     break
-        kept = engine._sessions[session].tokens[4:]
+        kept = list(engine._sessions[session].tokens[4:])
         assert kept[:9] == got
         assert len(kept) <= 11
         more = await engine.generate([7, 8], greedy(5), session=session).complete()
@@ -146,7 +146,7 @@ async def test_an_abort_while_appending_keeps_finished_chunks(checkpoint: Path) 
         held = engine._sessions[session]
         assert held.rows % 64 == 0
         assert 128 <= held.rows < 700
-        assert held.tokens == prompt[: held.rows]
+        assert list(held.tokens) == prompt[: held.rows]
         rest = await engine.generate(prompt[held.rows :], greedy(5), session=session).complete()
         fresh = await engine.generate(prompt, greedy(5)).complete()
         assert rest.token_ids == fresh.token_ids
