@@ -14,6 +14,9 @@ Parts
     observed.py `observed`: an observer that joins for a while
     tape.py     recorded runs as versioned JSON lines; `replay.py`: an order read from a tape; `trace.py`: a tape for Perfetto;
                 `picture.py`: a tape as an SVG
+    channel.py  `Channel`: tensors and messages to and from another stage, as events. `tcp.py`: over one connection, which `connect` and
+                `listen` (meeting.py) make; `connection.py`: its bytes and its silence; `frame.py`: what stands in them; `handshake.py`:
+                who is at the other end; `lane.py`: what waits
     guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
@@ -22,13 +25,15 @@ Invariants
     1. Submitted is not completed. Nothing but an event says that work is complete.
     2. Work owns its buffers until it completes. Cancelling a wait never cancels work.
     3. Events become done on the loop's thread, in completion order, dependencies first; so state that callbacks change needs no locks.
-    4. A failure reaches the work ordered `after` it and nothing else.
+    4. A channel sends nothing that its peer did not ask for, and ends as a whole, with a reason.
+    5. A failure reaches the work ordered `after` it and nothing else.
 
 Choices
     Events, not asyncio futures: cancelling a waiter cancels its future, and a dropped failure is reported long after its place.
     Workers wait for one another's work on their own threads: a hop over the loop for each would cost more than most operations.
 """
 
+from streams.channel import Channel, ChannelLimits, ChannelStatistics
 from streams.clock import Clock, RealClock
 from streams.cpu import CpuBackend
 from streams.errors import (
@@ -40,12 +45,15 @@ from streams.errors import (
     Escaped,
     Full,
     PeerLost,
+    Reason,
     StreamError,
     TapeMismatch,
     TransferFailed,
     Unordered,
 )
 from streams.event import Event
+from streams.handshake import BadKey, Terms, read_key
+from streams.meeting import Listener, connect, listen
 from streams.observed import observed
 from streams.order import Cost, Fault, Order, SeededOrder
 from streams.picture import picture
@@ -53,6 +61,7 @@ from streams.replay import ReplayOrder
 from streams.seal import sealed
 from streams.stream import Backend, BackendStatistics, Observer, Stream, StreamStatistics
 from streams.tape import Tape, TapeFile, TapeRecorder
+from streams.tcp import TcpChannel
 from streams.trace import chrome_trace
 from streams.virtual import VirtualBackend
 
@@ -61,7 +70,8 @@ __all__ = [
     "Stream", "Backend", "Observer", "observed", "BackendStatistics", "StreamStatistics",
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
     "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace", "picture",
+    "Channel", "ChannelLimits", "ChannelStatistics", "TcpChannel", "Listener", "Terms", "connect", "listen", "read_key",
     "Clock", "RealClock",
-    "StreamError", "Closed", "Full", "Busy", "PeerLost", "TransferFailed", "DependencyFailed", "DeviceLost",
+    "StreamError", "Closed", "Full", "Busy", "PeerLost", "Reason", "BadKey", "TransferFailed", "DependencyFailed", "DeviceLost",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",
 ]  # fmt: skip

@@ -1,12 +1,14 @@
 """What can go wrong with ordered work, and whose doing it was.
 
-`Closed`, `Busy` and `Full` are ours; `PeerLost` and `TransferFailed` come from outside; `DependencyFailed` follows another failure;
-`BufferChanged`, `Unordered`, `Escaped` and `TapeMismatch` are raised by the virtual backend only.
+`Closed`, `Busy` and `Full` are ours; `PeerLost` (with a `Reason`) and `TransferFailed` come from outside; `DependencyFailed` follows
+another failure; `BufferChanged`, `Unordered`, `Escaped` and `TapeMismatch` are raised by the virtual backend only.
 """
 
+from enum import StrEnum
+
 __all__ = [
-    "BufferChanged", "Busy", "Closed", "DependencyFailed", "DeviceLost", "Escaped", "Full", "PeerLost", "StreamError", "TapeMismatch",
-    "TransferFailed", "Unordered",
+    "BufferChanged", "Busy", "Closed", "DependencyFailed", "DeviceLost", "Escaped", "Full", "PeerLost", "Reason", "StreamError",
+    "TapeMismatch", "TransferFailed", "Unordered",
 ]  # fmt: skip
 
 
@@ -18,8 +20,29 @@ class Closed(StreamError):
     """Work was given to a stream, backend or channel that we closed."""
 
 
+class Reason(StrEnum):
+    """Why a channel ended that we did not close. At most 16 characters: it travels in a frame."""
+
+    UNREACHABLE = "unreachable"  # no connection could be made
+    LOST = "lost"  # the connection broke, or ended without a word
+    CLOSED = "closed"  # the peer closed it in good order
+    SILENT = "silent"  # nothing was heard for the time-out
+    MALFORMED = "malformed"  # no frame of ours
+    TOO_LARGE = "too large"
+    OUT_OF_STEP = "out of step"  # a frame is missing, came twice or belongs to another step
+    UNEXPECTED = "unexpected"  # nobody asked for it, or another dtype or shape was asked for
+    DAMAGED = "damaged"  # a checksum differs
+    UNAUTHENTICATED = "unauthenticated"  # the peer has not the key
+    VERSION = "version"  # another version of the protocol
+    MISMATCH = "mismatch"  # another model or another layer map
+
+
 class PeerLost(StreamError):
-    """The other side of a connection went away or fell silent."""
+    """The other side of a connection went away, fell silent or broke the rules; `reason` says which."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
 
 
 class Busy(StreamError):

@@ -1,0 +1,524 @@
+"""Channels whose peer, key, network or bytes are wrong: each ends with its reason, everybody who waits hears it, nothing else is harmed."""
+
+import asyncio
+import contextlib
+import hmac
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from streams import ChannelLimits, PeerLost, Reason, Terms, connect, listen
+from streams.frame import VERSION, Beat, Content, Grant, Header, Hello, Proof, Skip, head_of, payload_checksum
+from streams.handshake import BadKey, Handshake, read_key
+from streams.tcp import TcpChannel
+from tests.streams.channel_world import KEY, Cable, loopback, terms, turns
+
+LIMITS = ChannelLimits(frame_bytes_max=1 << 20, queue_max=64, silence_ms_max=1000, beat_ms=200)
+
+
+def reason_of(channel: TcpChannel) -> Reason:
+    error = channel.ended.error()
+    assert isinstance(error, PeerLost), f"{channel!r} did not lose its peer"
+    return error.reason
+
+
+async def ended_with(cable: Cable) -> Reason:
+    """The reason for which the right end ended, everything of it settled."""
+    await turns()
+    assert cable.two.ended.done(), f"{cable.two!r} goes on"
+    assert cable.right.gone
+    return reason_of(cable.two)
+
+
+# who may speak
+
+
+@pytest.mark.parametrize(
+    ("key", "mine", "reason"),
+    [
+        (b"another key of sixteen", terms(1), Reason.UNAUTHENTICATED),
+        (KEY, terms(1, "another model"), Reason.MISMATCH),
+        (KEY, terms(1, layer_map=((0, 40), (40, 38))), Reason.MISMATCH),
+        (KEY, terms(0), Reason.MISMATCH),
+    ],
+)
+async def test_who_does_not_belong_is_refused_and_the_next_one_served(key: bytes, mine: Terms, reason: Reason) -> None:
+    """A wrong key, model, layer map or stage is refused with the same reason on both sides, logged, and harms no other channel."""
+    async with loopback() as (one, two, listener):
+        with capture_logs() as logs, pytest.raises(PeerLost) as lost:
+            await connect("127.0.0.1", listener.port, key=key, terms=mine)
+        assert lost.value.reason == reason
+        assert [(log["event"], log["reason"]) for log in logs] == [("channel.refused", str(reason))]
+        asked = two.receive_bytes(kind="m", step=0, bytes_max=9)
+        one.send(b"fine", kind="m", step=0)
+        assert await asked == b"fine"
+        again = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+        await again.close()
+
+
+async def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
+    """What a listener has said before anybody proved the key is its challenge alone."""
+    cable = Cable(LIMITS)
+    assert cable.right.out == head_of(Hello(bytes(cable.right.out)[25:57]), 0, 0, 0)
+    cable.left.out.clear()
+    await cable.settle()
+    assert not cable.right.out
+
+
+async def test_a_challenge_sent_back_is_refused() -> None:
+    """An end that gets its own frames back, challenge first, refuses; so does one that gets its own proof for another's challenge."""
+    cable = Cable(LIMITS)
+    cable.right.feed(cable.right.out)
+    assert await ended_with(cable) == Reason.UNAUTHENTICATED
+    connecting = Cable(LIMITS)
+    connecting.move(connecting.right)
+    proof = bytes(connecting.left.out)[128:]
+    assert len(proof) > 128, "no proof was made"
+    connecting.left.feed(proof)
+    await turns()
+    assert reason_of(connecting.one) in (Reason.UNAUTHENTICATED, Reason.OUT_OF_STEP)
+
+
+def test_a_proof_counts_for_its_part_its_terms_and_its_connection_only() -> None:
+    """A proof is refused from the wrong part, with other terms, or on a connection with other nonces; the right one passes."""
+    connects, listens = Handshake(KEY, terms(1), connects=True), Handshake(KEY, terms(0), connects=False)
+    listens.take(connects.begin(), b"")
+    answer = connects.take(listens.begin(), b"")
+    assert answer is not None
+    proof, payload = answer
+
+    def fresh(connects_itself: bool, nonce: Hello) -> Handshake:
+        one = Handshake(KEY, terms(0), connects=connects_itself)
+        one.take(nonce, b"")
+        return one
+
+    with pytest.raises(PeerLost, match="did not prove"):
+        fresh(False, connects.begin()).take(proof, payload)  # other nonces
+    with pytest.raises(PeerLost, match="did not prove"):
+        listens.take(proof, msgspec.msgpack.encode(terms(1, "forged")))
+    mirrored = Handshake(KEY, terms(0), connects=True)
+    mirrored._nonce = listens._nonce
+    mirrored.take(connects.begin(), b"")
+    with pytest.raises(PeerLost, match="did not prove"):
+        mirrored.take(proof, payload)  # the same nonces and key, but both sides connect
+    assert listens.take(proof, payload) is not None
+    listens.agree()
+    assert listens.done
+    with pytest.raises(PeerLost, match="where the handshake has none"):
+        listens.take(proof, payload)
+
+
+def test_the_proof_is_an_hmac_over_all_that_was_said() -> None:
+    """The proof equals an HMAC-SHA256 written out here from the page's description."""
+    one = Handshake(KEY, terms(1), connects=True)
+    answer = one.take(Hello(b"n" * 32), b"")
+    assert answer is not None
+    proof, payload = answer
+    text = b"\0".join((b"forebay channel", b"connects", bytes((VERSION,)), one.begin().nonce, b"n" * 32, payload))
+    assert proof.mac == hmac.new(KEY, text, "sha256").digest()
+
+
+async def test_another_version_is_named() -> None:
+    """A peer of another protocol version is refused by that reason, whatever else its head says."""
+    cable = Cable(LIMITS)
+    hello = bytearray(cable.left.out)
+    hello[2] = VERSION + 1
+    cable.right.feed(hello)
+    assert await ended_with(cable) == Reason.VERSION
+    assert "speaks version" in str(cable.two.ended.error())
+
+
+def test_a_key_file_that_is_none_says_what_to_do(tmp_path: Path) -> None:
+    """A missing, short or huge key file is one line naming it; white space around a key does not count."""
+    path = tmp_path / "key"
+    for content in (None, b"short", b" " * 40, b"x" * 5000):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(BadKey, match=str(path)) as bad:
+            read_key(path)
+        assert "\n" not in str(bad.value)
+    path.write_bytes(b"\n 0123456789abcdef \n")
+    assert read_key(path) == b"0123456789abcdef"
+
+
+async def test_more_strangers_than_there_is_room_for_are_let_go() -> None:
+    """Sixteen connections may be in their handshake; the next is let go at once, and there is room again when they have gone."""
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
+    streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(16)]
+    for reader, _ in streams:
+        await reader.readexactly(128)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    assert await reader.read() == b""
+    writer.close()
+    for _, writer in streams:
+        writer.close()
+        await writer.wait_closed()
+    await turns(20)
+    one = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+    await one.close()
+    await listener.close()
+
+
+# what was not asked for
+
+
+def frame_of(channel: TcpChannel, header: Header, payload: bytes = b"") -> bytes:
+    """A frame as this channel would send it next."""
+    return channel._framed(header, len(payload)) + payload
+
+
+def content_of(
+    channel: TcpChannel, payload: bytes, kind: str = "x", step: int = 0, dtype: str = "bytes", shape: tuple[int, ...] = ()
+) -> Content:
+    return Content(kind, step, dtype, shape or (len(payload),), payload_checksum(memoryview(payload), channel._seed))
+
+
+@pytest.mark.parametrize(
+    ("kind", "step", "dtype", "shape", "reason"),
+    [
+        ("y", 0, "uint8", (8,), Reason.UNEXPECTED),
+        ("x", 1, "uint8", (8,), Reason.OUT_OF_STEP),
+        ("x", 0, "int8", (8,), Reason.UNEXPECTED),
+        ("x", 0, "uint8", (2, 4), Reason.UNEXPECTED),
+        ("x", 0, "bytes", (8,), Reason.UNEXPECTED),
+        ("x", 0, "float8", (8,), Reason.MALFORMED),
+        ("x", 0, "uint8", (9,), Reason.MALFORMED),
+    ],
+)
+async def test_what_was_not_asked_for_ends_the_channel(kind: str, step: int, dtype: str, shape: tuple[int, ...], reason: Reason) -> None:
+    """A sealed frame of another kind, step, dtype or shape than was asked for, or whose length lies, ends the channel unread."""
+    cable = await Cable(LIMITS).opened()
+    into = torch.full((8,), 5, dtype=torch.uint8)
+    waiting = [cable.two.receive(into, kind="x", step=0), cable.two.send(into, kind="z", step=0)]
+    await cable.settle()
+    cable.right.feed(frame_of(cable.one, content_of(cable.one, bytes(8), kind, step, dtype, shape), bytes(8)))
+    assert await ended_with(cable) == reason
+    assert into.eq(5).all()
+    for event in waiting:
+        assert event.error() is cable.two.ended.error()
+
+
+async def test_a_peer_that_sends_without_being_asked_is_stopped() -> None:
+    """A frame for which no buffer was given ends the channel at its head, also when one was asked for that is not free yet."""
+    cable = await Cable(LIMITS).opened()
+    cable.two.receive_bytes(kind="x", step=0, bytes_max=8)
+    cable.right.feed(frame_of(cable.one, content_of(cable.one, bytes(8)), bytes(8)))  # asked for, but never granted
+    assert await ended_with(cable) == Reason.UNEXPECTED
+
+
+async def test_a_slow_reader_stops_the_sender() -> None:
+    """Thousands of frames' worth of sending leaves no byte on the wire, in the machine or in the peer beyond what was asked for."""
+    cable = await Cable(LIMITS).opened()
+    for step in range(64):
+        cable.one.send(bytes(100_000), kind="x", step=step)
+    await cable.settle()
+    assert cable.one.statistics().sent_frames == 0
+    assert not cable.left.out
+    asked = [cable.two.receive_bytes(kind="x", step=step, bytes_max=100_000) for step in range(2)]
+    await cable.settle()
+    assert cable.one.statistics().sent_frames == cable.two.statistics().received_frames == 2
+    assert all(event.done() for event in asked)
+
+
+@pytest.mark.parametrize("header", [Hello(b"n" * 32), Proof(b"m" * 32)])
+async def test_handshake_frames_after_it_end_the_channel(header: Header) -> None:
+    """A second Hello or Proof is refused."""
+    cable = await Cable(LIMITS).opened()
+    cable.right.feed(frame_of(cable.one, header))
+    assert await ended_with(cable) == Reason.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("header", [Beat(), Grant("x", 1), Skip("x", 0, ""), Content("x", 0, "bytes", (0,), 0)])
+async def test_nothing_counts_before_the_handshake(header: Header) -> None:
+    """A stranger's frames of any other sort end the connection."""
+    cable = Cable(LIMITS)
+    cable.right.feed(head_of(header, 0, 0, 0))
+    assert await ended_with(cable) == Reason.UNAUTHENTICATED
+
+
+async def test_a_payload_past_the_limit_is_refused_at_its_head() -> None:
+    """A frame of more than `frame_bytes_max`, or terms of a stranger past 16 KiB, are refused before a byte of them is read."""
+    cable = await Cable(LIMITS).opened()
+    cable.right.feed(head_of(Content("x", 0, "uint8", (1 << 21,), 0), cable.one._sequence, 1 << 21, cable.one._seed))
+    assert await ended_with(cable) == Reason.TOO_LARGE
+    cable = Cable(LIMITS)
+    cable.right.feed(head_of(Proof(b"m" * 32), 0, 1 << 40, 0))
+    assert await ended_with(cable) == Reason.TOO_LARGE
+
+
+async def test_grants_without_end_are_refused() -> None:
+    """A peer that asks for more frames, or for frames of more kinds, than a channel may is refused: they would be remembered."""
+    cable = await Cable(LIMITS).opened()
+    cable.right.feed(frame_of(cable.one, Grant("x", 64)))
+    cable.right.feed(frame_of(cable.one, Grant("x", 1)))
+    assert await ended_with(cable) == Reason.TOO_LARGE
+    cable = await Cable(LIMITS).opened()
+    for place in range(33):
+        cable.right.feed(frame_of(cable.one, Grant(f"k{place}", 1)))
+    assert await ended_with(cable) == Reason.UNEXPECTED
+
+
+# bytes that changed on the way
+
+
+async def traffic() -> tuple[Cable, list[bytes], torch.Tensor]:
+    """An open cable whose right end asked for a tensor and a message; the frames on their way there, not delivered; the tensor's place."""
+    cable = await Cable(LIMITS).opened()
+    into = torch.zeros(3, 5, dtype=torch.bfloat16)
+    cable.two.receive(into, kind="x", step=7)
+    cable.two.receive_bytes(kind="m", step=2, bytes_max=100)
+    await turns()
+    cable.left.feed(bytes(cable.right.out))
+    cable.right.out.clear()
+    cable.one.send(torch.arange(15, dtype=torch.bfloat16).reshape(3, 5), kind="x", step=7)
+    cable.one.send(b"a message", kind="m", step=2)
+    cable.one.receive_bytes(kind="back", step=0, bytes_max=1)
+    await turns()
+    wire = bytes(cable.left.out)
+    cable.left.out.clear()
+    frames = [wire[:128], wire[128 : 256 + 30], wire[286:]]
+    assert len(frames[2]) == 128 + 9
+    return cable, frames, into
+
+
+def run(case: object) -> None:
+    asyncio.run(case)  # type: ignore[arg-type]  # a coroutine
+
+
+async def check_flip(place: int, bit: int) -> None:
+    cable, frames, _ = await traffic()
+    wire = bytearray(b"".join(frames))
+    wire[place % len(wire)] ^= 1 << bit
+    cable.right.feed(wire)
+    reason = await ended_with(cable)
+    assert reason in (Reason.DAMAGED, Reason.MALFORMED, Reason.VERSION), reason
+    assert all(event.done() for event in (cable.two.ended, cable.two.opened))
+    assert cable.two.statistics().receives_in_flight == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(place=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found(place: int, bit: int) -> None:
+    """Whichever bit of heads and payloads flips, the channel ends as damaged (or as another protocol's)."""
+    run(check_flip(place, bit))
+
+
+async def check_cut(keep: int, chunks: list[int]) -> None:
+    cable, frames, into = await traffic()
+    wire = b"".join(frames)
+    keep %= len(wire) + 1
+    place = 0
+    for chunk in [*chunks, len(wire)]:
+        cable.right.feed(wire[place : min(place + chunk, keep)])
+        place = min(place + chunk, keep)
+    assert not cable.two.ended.done(), "what is merely late is no reason to end"
+    whole = keep >= 286
+    assert bool(into.eq(torch.arange(15).reshape(3, 5)).all()) == whole or keep >= 128 + 128
+    await cable.pull()
+    assert await ended_with(cable) == Reason.LOST
+    middle = keep not in (0, 128, 286, len(wire))
+    assert ("middle of a frame" in str(cable.two.ended.error())) == middle
+
+
+@settings(max_examples=50, deadline=None)
+@given(keep=st.integers(0, 10_000), chunks=st.lists(st.integers(1, 200), max_size=8))
+def test_a_cable_pulled_anywhere(keep: int, chunks: list[int]) -> None:
+    """However the bytes were cut on the way, and wherever the cable is pulled, the channel ends as lost and says if inside a frame."""
+    run(check_cut(keep, chunks))
+
+
+async def check_order(order: list[int]) -> None:
+    cable, frames, _ = await traffic()
+    for place in order:
+        cable.right.feed(frames[place])
+    await turns()
+    assert cable.two.ended.done() == (order != list(range(len(order))))
+    if cable.two.ended.done():
+        assert reason_of(cable.two) == Reason.OUT_OF_STEP
+
+
+@settings(max_examples=40, deadline=None)
+@given(order=st.lists(st.integers(0, 2), max_size=5).filter(lambda order: order[:3] != [0, 1, 2] or len(order) == 3))
+def test_replayed_missing_and_reordered_frames(order: list[int]) -> None:
+    """Whole, well-sealed frames in any order but their own, or twice, end the channel as out of step."""
+    run(check_order(order))
+
+
+async def test_frames_of_another_connection_do_not_count() -> None:
+    """A frame recorded on one connection of the same two nodes is damaged on the next, in its place in the sequence."""
+    recorded, frames, _ = await traffic()
+    cable, own, _ = await traffic()
+    assert recorded.one._seed != cable.one._seed
+    cable.right.feed(own[0] + frames[1])
+    assert await ended_with(cable) == Reason.DAMAGED
+
+
+async def check_noise(seed: int, length: int, opened: bool) -> None:
+    cable = await Cable(LIMITS).opened() if opened else Cable(LIMITS)
+    generator = random.Random(seed)
+    noise = generator.randbytes(length)
+    if generator.random() < 0.5:
+        noise = b"FB\x01" + noise
+    cable.right.feed(noise)
+    assert await ended_with(cable) in (Reason.MALFORMED, Reason.DAMAGED, Reason.VERSION)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32), length=st.integers(128, 4000), opened=st.booleans())
+def test_noise_in_place_of_frames(seed: int, length: int, opened: bool) -> None:
+    """Random bytes, before and after the handshake, end the channel with a reason."""
+    run(check_noise(seed, length, opened))
+
+
+@settings(max_examples=100, deadline=None)
+@given(header=st.binary(max_size=100), payload=st.sampled_from((0, 0, 1, 8, 1 << 19, 1 << 40)))
+def test_headers_of_any_bytes_under_a_right_seal(header: bytes, payload: int) -> None:
+    """A peer with the key that seals whatever it likes gets the channel ended, or a frame we know; nothing else is raised."""
+
+    async def case() -> None:
+        cable = await Cable(LIMITS).opened()
+        sealed = bytearray(head_of(Beat(), cable.one._sequence, payload, cable.one._seed))
+        sealed[3] = len(header)
+        sealed[20:120] = header.ljust(100, b"\0")
+        sealed[120:] = xxhash.xxh3_64_intdigest(bytes(sealed[:120]), seed=cable.one._seed).to_bytes(8, "little")
+        cable.right.feed(sealed)
+        await turns()
+        assert cable.two.ended.done() == cable.right.gone
+
+    run(case())
+
+
+@pytest.mark.slow
+async def test_millions_of_random_bytes_at_a_listener() -> None:
+    """Four million random bytes in connections of every length, some beginning like ours: the listener and its open channel live on."""
+    generator, left = random.Random(11), 4_000_000
+    async with loopback() as (one, two, listener):
+        while left > 0:
+            noise = generator.randbytes(min(int(generator.lognormvariate(6, 3)) + 1, 200_000))
+            left -= len(noise)
+            if generator.random() < 0.5:
+                noise = (b"FB\x01" if generator.random() < 0.5 else head_of(Hello(noise[:32].ljust(32)), 0, 0, 0)) + noise
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(noise)
+            writer.write_eof()
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+            writer.close()
+        asked = two.receive_bytes(kind="m", step=0, bytes_max=9)
+        one.send(b"fine", kind="m", step=0)
+        assert await asked == b"fine"
+        another = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+        await another.close()
+
+
+# silence
+
+
+async def test_a_peer_that_falls_silent_is_lost_within_the_time_out() -> None:
+    """An end that hears nothing for a second says so, also in the middle of a frame; who waits gets it; before that, nothing happens."""
+    cable = await Cable(LIMITS).opened()
+    asked = cable.two.receive_bytes(kind="x", step=0, bytes_max=1000)
+    await turns()
+    cable.move(cable.right)
+    cable.one.send(bytes(1000), kind="x", step=0)
+    await turns()
+    cable.move(cable.left, 500)
+    await cable.pass_ms(1000, 200, cable.two)
+    assert not cable.two.ended.done(), "the first tick had heard something"
+    await cable.pass_ms(200, 200, cable.two)
+    assert await ended_with(cable) == Reason.SILENT
+    assert asked.error() is cable.two.ended.error()
+
+
+async def test_beats_keep_an_idle_channel_open_and_do_not_pile_up() -> None:
+    """Two ends with nothing to say stay open for many time-outs; towards an end that takes nothing one beat waits, not hundreds."""
+    cable = await Cable(LIMITS, room=128).opened()
+    for _ in range(100):
+        await cable.pass_ms(200, 200)
+        await cable.settle()
+    assert not cable.one.ended.done()
+    assert not cable.two.ended.done()
+    for _ in range(4):
+        await cable.pass_ms(200, 200)
+        assert cable.left.get_write_buffer_size() <= 128
+
+
+async def test_our_own_standstill_is_not_the_peers_silence() -> None:
+    """A loop that stood still for an hour counts it as two beats, and goes on when the peer is heard again."""
+    cable = await Cable(LIMITS).opened()
+    cable.clock.at_ns += 3600 * 10**9
+    for channel in (cable.one, cable.two):
+        channel.connection.tick()
+    await cable.settle()
+    assert not cable.two.ended.done()
+    await cable.pass_ms(200, 200)
+    await cable.settle()
+    await cable.pass_ms(800, 200)
+    assert not cable.two.ended.done()
+
+
+async def test_a_peer_that_speaks_and_takes_nothing_is_lost() -> None:
+    """A send of which not a byte moves for the time-out ends the channel, though beats come; its buffer is free then."""
+    cable = await Cable(LIMITS, room=1000).opened()
+    cable.two.receive(torch.zeros(5000, dtype=torch.uint8), kind="x", step=0)
+    await cable.settle()
+    sent = cable.one.send(torch.ones(5000, dtype=torch.uint8), kind="x", step=0)
+    for _ in range(8):
+        cable.left.feed(frame_of(cable.two, Beat()))
+        await cable.pass_ms(200, 200, cable.one)
+    assert reason_of(cable.one) == Reason.SILENT
+    assert "was taken" in str(cable.one.ended.error())
+    assert sent.error() is cable.one.ended.error()
+
+
+async def test_a_slow_wire_is_not_silence() -> None:
+    """A frame that takes ten time-outs to arrive, a hundred bytes a beat, arrives."""
+    cable = await Cable(LIMITS, room=100).opened()
+    into = torch.zeros(5000, dtype=torch.uint8)
+    received = cable.two.receive(into, kind="x", step=0)
+    await cable.settle()
+    sent = cable.one.send(torch.ones(5000, dtype=torch.uint8), kind="x", step=0)
+    for _ in range(60):
+        await cable.pass_ms(200, 200)
+        cable.move(cable.left)
+        cable.move(cable.right)
+    assert await received is into
+    assert into.eq(1).all()
+    await sent
+
+
+async def test_closing_towards_a_peer_that_takes_nothing_ends_within_the_time_out() -> None:
+    """A close in the middle of a frame that nobody takes cuts the frame off after the time-out."""
+    cable = await Cable(LIMITS, room=1000).opened()
+    cable.two.receive(torch.zeros(5000, dtype=torch.uint8), kind="x", step=0)
+    await cable.settle()
+    sent = cable.one.send(torch.ones(5000, dtype=torch.uint8), kind="x", step=0)
+    await turns()
+    closing = asyncio.ensure_future(cable.one.close())
+    await turns()
+    assert not closing.done()
+    await cable.pass_ms(1400, 200, cable.one)
+    await closing
+    assert sent.error() is not None
+
+
+async def test_callbacks_may_close_the_channel_they_are_told_by() -> None:
+    """A receive's callback that ends the channel while more frames follow in the same bytes leaves everything settled."""
+    cable = await Cable(LIMITS).opened()
+    closing: list[asyncio.Future[None]] = []
+    first = cable.two.receive_bytes(kind="x", step=0, bytes_max=10)
+    second = cable.two.receive_bytes(kind="x", step=1, bytes_max=10)
+    first.on_done(lambda _: closing.append(asyncio.ensure_future(cable.two.close())))
+    await cable.settle()
+    for step in range(2):
+        cable.one.send(b"x", kind="x", step=step)
+    await cable.settle()
+    await closing[0]
+    assert (first.done(), second.done(), cable.two.ended.done(), cable.one.ended.done()) == (True, True, True, True)
