@@ -20,6 +20,7 @@ from engine.commands import (
     bench_serve,
     bench_sessions,
     bench_step,
+    bench_weights,
 )  # fmt: skip
 from engine.commands.command import Command, Invocation
 from engine.commands.measuring import steady
@@ -29,7 +30,7 @@ __all__ = ["ACTIONS", "COMMAND"]
 ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
     bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND, bench_serve.COMMAND,
-    bench_keys.COMMAND,
+    bench_keys.COMMAND, bench_weights.COMMAND,
 )  # fmt: skip
 
 

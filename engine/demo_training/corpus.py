@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-__all__ = ["END", "Corpus", "Stream", "build", "dialogues_of", "held_out", "library_files", "load", "save"]
+__all__ = ["END", "Corpus", "Stream", "build", "dialogues_of", "held_out", "held_out_stream", "library_files", "load", "save"]
 
 Stream = npt.NDArray[np.uint16]
 
@@ -127,6 +127,12 @@ def build(tokenizer: Tokenizer, root: Path | None = None, outside: Path | None =
         token_bytes=_bytes_of(tokenizer),
         python=platform.python_version(),
     )
+
+
+def held_out_stream(tokenizer: Tokenizer, root: Path | None = None) -> tuple[Stream, npt.NDArray[np.int64]]:
+    """The held-out files' tokens alone, as `build` makes them, and the bytes of each token."""
+    files = library_files(root or Path(sysconfig.get_paths()["stdlib"]))
+    return _stream([text for path, text in files if held_out(path)], tokenizer, END), _bytes_of(tokenizer)
 
 
 def save(corpus: Corpus, path: Path) -> None:

@@ -9,6 +9,7 @@ Does not know: training, the tokenizer's contents (its files are copied).
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from engine.demo_training.network import Network
 from engine.demo_training.shape import STOP_TOKENS, Shape, config_of
 
-__all__ = ["TOKENIZER_FILES", "checkpoint_tensors", "load", "save"]
+__all__ = ["TOKENIZER_FILES", "checkpoint_tensors", "load", "network_of", "save"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 GENERATION = {"do_sample": True, "eos_token_id": list(STOP_TOKENS), "pad_token_id": STOP_TOKENS[0], "temperature": 0.8, "top_p": 0.95}
@@ -54,9 +55,14 @@ def save(network: Network, directory: Path, tokenizer: Path) -> None:
 
 def load(directory: Path, shape: Shape, dtype: torch.dtype = torch.float32) -> Network:
     """The network of a checkpoint written by `save`. Raises RuntimeError, naming the tensors, if they do not fit `shape`."""
+    return network_of(load_file(directory / "model.safetensors"), shape, dtype)
+
+
+def network_of(tensors: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype = torch.float32) -> Network:
+    """The network of a checkpoint's tensors by their published names. Raises RuntimeError as `load`."""
     state: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
-    for name, value in load_file(directory / "model.safetensors").items():
+    for name, value in tensors.items():
         if match := _EXPERT.match(name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = value.float()
         else:
