@@ -9,6 +9,7 @@ Invariants:
 Source: model.md, section 4.1.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import BadModel
+from engine.model.ahead import ReadAhead
 from engine.model.fields import read_json
 
 __all__ = ["TensorFiles"]
@@ -32,6 +34,7 @@ class TensorFiles:
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
         self._open: dict[str, Any] = {}
+        self._ahead = ReadAhead()
         if not self._directory.is_dir():
             raise BadModel(f"model directory {self._directory} does not exist")
         if (self._directory / _SINGLE).exists():
@@ -55,6 +58,19 @@ class TensorFiles:
         self._slice(name)  # checks that the file holds it
         tensor: Tensor = self._open[self._file_of[name]].get_tensor(name)
         return tensor
+
+    def read_ahead(self, names: Collection[str]) -> None:
+        """Have the system read these tensors' pages, several files at a time; returns at once. See `ahead.py`."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            if name in self._file_of:
+                by_file.setdefault(self._file_of[name], []).append(name)
+        for file, several in by_file.items():
+            self._ahead.ask(self._directory / file, several)
+
+    def close(self) -> None:
+        """End reading ahead. Tensors handed out stay."""
+        self._ahead.close()
 
     def _slice(self, name: str) -> Any:
         file = self._file_of.get(name)

@@ -11,7 +11,7 @@ Source: model.md, sections 2.1, 3 and 4.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,23 +131,28 @@ def load_model(
     reader = WeightReader(
         source.tensors, dtype=source.dtype, device=place, quantisation=source.config.quantisation, total=len(names), progress=progress
     )
+    ahead = _by_layer(names)
     try:
-        return _read(reader, source, held, outer, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
+        return _read(reader, source, held, outer, ahead, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
     except torch.OutOfMemoryError as error:
         free, whole = torch.cuda.mem_get_info(place)
         raise NotAdmitted(f"the weights of {model} do not fit on {place}: {free:,} of its {whole:,} bytes were left") from error
+    finally:
+        source.tensors.close()
 
 
 def _read(
-    reader: WeightReader, source: ModelSource, held: range, outer: dict[str, bool], *, with_mtp: bool, device: torch.device,
-    latent_norm_eps: float,
+    reader: WeightReader, source: ModelSource, held: range, outer: dict[str, bool], ahead: dict[int, list[str]], *, with_mtp: bool,
+    device: torch.device, latent_norm_eps: float,
 ) -> Model:  # fmt: skip
-    """Take a stage's weights, and check that nothing of its layers is left."""
-    config = source.config
+    """Take a stage's weights, and check that nothing of its layers is left. A layer's files are read while the one before is made."""
+    config, ask = source.config, source.tensors.read_ahead
+    ask(ahead.get(held.start, ()))
     shapes = {_OUTER[0]: (config.vocabulary, config.hidden), _OUTER[1]: (config.hidden,), _OUTER[2]: (config.vocabulary, config.hidden)}
     embedding, norm, head = (reader.take(name, *shapes[name]) if outer[name] else None for name in _OUTER)
     stage = []
     for layer in held:
+        ask(ahead.get(layer + 1, ()))
         stage.append(LayerWeights.read(reader, config, layer, latent_norm_eps=latent_norm_eps))
         reader.finish(f"model.layers.{layer}.")
     mtp = None
@@ -166,6 +171,16 @@ def _read(
         dtype=source.dtype,
         latent_norm_eps=latent_norm_eps,
     )
+
+
+def _by_layer(names: Iterable[str]) -> dict[int, list[str]]:
+    """Stored names by the layer they belong to; what belongs to none is left out."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        matched = _LAYER.fullmatch(name)
+        if matched is not None:
+            found.setdefault(int(matched[1]), []).append(name)
+    return found
 
 
 def _is_read(name: str, layers: set[int], outer: dict[str, bool]) -> bool:

@@ -13,6 +13,7 @@ Source: model.md, section 7.3, whose recipe this is.
 
 import hashlib
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -77,6 +78,12 @@ class RandomTensors:
         if name.endswith("kv_a_proj_with_mqa.weight"):
             tensor[: self._config.latent] *= _LATENT_GAIN
         return tensor
+
+    def read_ahead(self, names: Collection[str]) -> None:
+        """Nothing to do: a tensor is made when it is read."""
+
+    def close(self) -> None:
+        """Nothing to do."""
 
     def _packed(self, name: str, part: str, scheme: Scheme) -> Tensor:
         """A part of the packed weight `name`."""

@@ -52,6 +52,14 @@ class TensorSource(Protocol):
         """The tensor as stored, on whatever device the source has it."""
         ...
 
+    def read_ahead(self, names: Collection[str]) -> None:
+        """These tensors will be read soon; returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
