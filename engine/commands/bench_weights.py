@@ -18,7 +18,7 @@ from engine.gate.machine import machine
 __all__ = ["COMMAND"]
 
 _MODEL = Path(__file__).resolve().parents[1] / "demo_model"
-_ROWS, _TOKENS = 12, 2048
+_ROWS, _TOKENS = 4, 2048
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
