@@ -130,10 +130,13 @@ def payload_bytes_of(dtype: str, shape: Sequence[int]) -> int:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, where they are. Asserts both."""
-    assert tensor.device.type == "cpu", f"a channel reads and writes host memory, not {tensor.device}: copy it there first"
+    assert tensor.is_cpu, f"a channel reads and writes host memory, not {tensor.device}: copy it there first"
     assert tensor.is_contiguous(), f"a channel takes contiguous tensors, not strides {tuple(tensor.stride())}"
-    view: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    view: memoryview = (flat if flat.dim() else flat.view(1)).view(torch.uint8).numpy().data
+    return view.cast("B")
 
 
 def payload_checksum(payload: memoryview, seed: int) -> int:

@@ -29,8 +29,6 @@ class _Transfer(Event[T]):
     __slots__ = ("before", "held", "kind", "order", "step")
 
     def __init__(self, verb: str, channel: str, kind: str, step: int, order: int, session: str) -> None:
-        assert 0 < len(kind) <= KIND_CHARS_MAX, f"{kind!r} is no kind of frame: 1 to {KIND_CHARS_MAX} characters"
-        assert all(" " <= letter <= "~" for letter in kind), f"{kind!r} is no kind of frame: printable ASCII"
         assert 0 <= step < 1 << 63, f"step {step} is out of range"
         super().__init__(f"{verb} {kind}", stream=channel, session=session)
         self.kind = kind
@@ -145,6 +143,7 @@ class Lanes:
         self._kinds: dict[str, _Kind] = {}
         self.sends = 0  # waiting
         self.receives = 0
+        self.may_grant = False  # a frame came, and grants that waited for that may go
 
     def add_send(self, sending: Sending) -> None:
         """At the end of its kind. Raises Full."""
@@ -162,15 +161,20 @@ class Lanes:
 
     def grants(self) -> Iterable[tuple[str, int]]:
         """(kind, receives) to tell the peer now. Waits while the peer still has more than would be added, so that grants come in bulk."""
+        self.may_grant = False
+        if not any(kind.posted for kind in self._kinds.values()):
+            return
         for name, kind in self._kinds.items():
             ready = kind.ready()
-            if ready and len(kind.granted) <= ready:
+            if ready and (not kind.granted or len(kind.granted) < ready):
                 for _ in range(ready):
                     kind.granted.append(kind.posted.popleft())
                 yield name, ready
 
     def next_send(self) -> Sending | None:
         """Take the first of what may go: granted, its buffer ready, the first of its kind."""
+        if not self.sends:
+            return None
         best: _Kind | None = None
         for kind in self._kinds.values():
             if kind.credit and kind.sends and not kind.sends[0].before and (best is None or kind.sends[0].order < best.sends[0].order):
@@ -198,6 +202,7 @@ class Lanes:
         if kind is None or not kind.granted:
             raise PeerLost(Reason.UNEXPECTED, f"a frame of {name!r} came that nobody asked for")
         self.receives -= 1
+        self.may_grant = self.may_grant or bool(kind.posted)
         return kind.granted.popleft()
 
     def drain(self) -> list[_Transfer[Any]]:
@@ -212,6 +217,8 @@ class Lanes:
     def _ours(self, name: str) -> _Kind:
         kind = self._kinds.get(name)
         if kind is None:
+            assert 0 < len(name) <= KIND_CHARS_MAX, f"{name!r} is no kind of frame: 1 to {KIND_CHARS_MAX} characters"
+            assert all(" " <= letter <= "~" for letter in name), f"{name!r} is no kind of frame: printable ASCII"
             assert len(self._kinds) < KINDS_MAX, f"{name!r} would be one kind of frame more than {KINDS_MAX}"
             kind = self._kinds[name] = _Kind()
         return kind

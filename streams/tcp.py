@@ -67,7 +67,7 @@ class TcpChannel:
         self._terms = bytearray()
         self._receiving: Receiving[Any] | None = None  # whose frame is being read
         self._batch: list[Sending] | None = None  # what the connection holds a part of
-        self._pumping = False
+        self._pumping = self._flushed = self._writing = False
         self._room: list[asyncio.Future[None]] = []
         self._sent_frames = self._sent_bytes = self._received_frames = self._received_bytes = self._skipped = 0
 
@@ -88,8 +88,12 @@ class TcpChannel:
         taken = len(sending.payload)
         assert taken <= self._limits.frame_bytes_max, f"{taken} bytes in a frame; at most {self._limits.frame_bytes_max}"
         self._lanes.add_send(sending)
-        sending.start_after(after, self._schedule)
+        if after:
+            sending.start_after(after, self._schedule)
         self._schedule()
+        if not self._flushed:  # the first of this round of the loop goes now, others with the next write
+            self._flushed = True
+            self._write_ready()
         return sending
 
     def receive(
@@ -105,7 +109,8 @@ class TcpChannel:
     def _receive(self, receiving: Receiving[T], after: Sequence[Event[Any]]) -> Event[T]:
         self._check()
         self._lanes.add_receive(receiving)
-        receiving.start_after(after, self._schedule)
+        if after:
+            receiving.start_after(after, self._schedule)
         self._schedule()
         return receiving
 
@@ -152,14 +157,21 @@ class TcpChannel:
 
     def _pump(self) -> None:
         try:
+            self._write_ready()
+        finally:
+            self._pumping = self._flushed = False
+
+    def _write_ready(self) -> None:
+        """Write what may go, unless a batch is under way."""
+        if not self._writing:
+            self._writing = True
             while self._error is None and self._batch is None:
                 pieces, batch = self._gather()
                 if not pieces:
-                    return
+                    break
                 self._batch = batch
                 self.connection.write(pieces, batch=True)
-        finally:
-            self._pumping = False
+            self._writing = False
 
     def _gather(self) -> tuple[list[bytes | memoryview], list[Sending]]:
         """The frames that may go now, as far as one batch takes them."""
@@ -264,6 +276,8 @@ class TcpChannel:
         self._received_frames += 1
         self._received_bytes += 0 if receiving.view is None else len(receiving.view)
         self._tell(receiving, receiving.complete())
+        if self._lanes.may_grant:
+            self._schedule()  # behind whom that woke, so that a grant goes with what they send
 
     def _take_skip(self, header: Skip) -> None:
         receiving = self._receiving = self._lanes.take_granted(header.kind)
@@ -271,6 +285,7 @@ class TcpChannel:
             raise PeerLost(Reason.OUT_OF_STEP, f"{header.kind} of step {header.step} came where step {receiving.step} was expected")
         self._receiving = None
         self._skipped += 1
+        self._schedule()
         self._finish(receiving, TransferFailed(f"{header.kind} of step {header.step} will not come from {self.name}: {header.text}"))
 
     # the end

@@ -13,5 +13,6 @@ Parts
     load.py     conversations of a seeded load; heard.py: what a request of it heard; serving.py: the load driven over HTTP
     many.py     many long sessions: what is asked and will be held; parts.py: by name; company.py: sessions filled once, and their turns
     sessions.py turns together, alone and against floors; placements.py: both placements; footprint.py, holdings.py: bytes; gap.py: waits
+    channel.py  channels between two processes beside bare connections; channel_peer.py: the other process
     round.py    one round of the hot cache, and attention by its plan
 """

@@ -11,6 +11,7 @@ from engine import logs
 from engine.commands import (
     bench_append,
     bench_archive,
+    bench_channel,
     bench_decode,
     bench_host,
     bench_kernels,
@@ -31,6 +32,7 @@ ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
     bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND, bench_serve.COMMAND,
     bench_keys.COMMAND, bench_weights.COMMAND,
+    bench_channel.COMMAND,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from streams import ChannelLimits, PeerLost, Reason, Terms, connect, listen
+from streams import ChannelLimits, Event, PeerLost, Reason, Terms, connect, listen
 from streams.frame import VERSION, Beat, Content, Grant, Header, Hello, Proof, Skip, head_of, payload_checksum
 from streams.handshake import BadKey, Handshake, read_key
 from streams.tcp import TcpChannel
@@ -227,6 +227,20 @@ async def test_a_slow_reader_stops_the_sender() -> None:
     assert all(event.done() for event in asked)
 
 
+async def test_grants_that_waited_for_frames_go_once_these_came() -> None:
+    """A receive that was posted while the peer had grants enough is granted when those are used up, though nothing else is posted."""
+    cable = await Cable(LIMITS).opened()
+    copied = Event[None]("copy")
+    for step in range(5):
+        cable.one.send(b"x", kind="x", step=step, after=(copied,) if step == 1 else ())
+    asked = [cable.two.receive_bytes(kind="x", step=step, bytes_max=1) for step in range(3)]
+    await cable.settle()
+    asked += [cable.two.receive_bytes(kind="x", step=step, bytes_max=1) for step in range(3, 5)]
+    copied.settle(None, RuntimeError("failed"))
+    await cable.settle()
+    assert [event.done() for event in asked] == [True] * 5
+
+
 @pytest.mark.parametrize("header", [Hello(b"n" * 32), Proof(b"m" * 32)])
 async def test_handshake_frames_after_it_end_the_channel(header: Header) -> None:
     """A second Hello or Proof is refused."""
@@ -277,9 +291,9 @@ async def traffic() -> tuple[Cable, list[bytes], torch.Tensor]:
     await turns()
     cable.left.feed(bytes(cable.right.out))
     cable.right.out.clear()
+    cable.one.receive_bytes(kind="back", step=0, bytes_max=1)
     cable.one.send(torch.arange(15, dtype=torch.bfloat16).reshape(3, 5), kind="x", step=7)
     cable.one.send(b"a message", kind="m", step=2)
-    cable.one.receive_bytes(kind="back", step=0, bytes_max=1)
     await turns()
     wire = bytes(cable.left.out)
     cable.left.out.clear()
