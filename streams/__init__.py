@@ -16,7 +16,7 @@ Parts
                 `picture.py`: a tape as an SVG
     channel.py  `Channel`: tensors and messages to and from another stage, as events. `tcp.py`: over one connection, which `connect` and
                 `listen` (meeting.py) make; `connection.py`: its bytes and its silence; `frame.py`: what stands in them; `handshake.py`:
-                who is at the other end; `lane.py`: what waits
+                who is at the other end; `lane.py`: what waits. `virtual_channel.py`: a pair of them in virtual time
     guard.py    poison and fingerprints of the buffers of work in flight
     clock.py    the only source of time
     errors.py   what can go wrong, and whose doing it was
@@ -64,13 +64,15 @@ from streams.tape import Tape, TapeFile, TapeRecorder
 from streams.tcp import TcpChannel
 from streams.trace import chrome_trace
 from streams.virtual import VirtualBackend
+from streams.virtual_channel import VirtualChannel, virtual_pair
 
 __all__ = [
     "Event",
     "Stream", "Backend", "Observer", "observed", "BackendStatistics", "StreamStatistics",
     "CpuBackend", "VirtualBackend", "Order", "SeededOrder", "Cost", "Fault", "sealed",
     "Tape", "TapeFile", "TapeRecorder", "ReplayOrder", "chrome_trace", "picture",
-    "Channel", "ChannelLimits", "ChannelStatistics", "TcpChannel", "Listener", "Terms", "connect", "listen", "read_key",
+    "Channel", "ChannelLimits", "ChannelStatistics", "TcpChannel", "VirtualChannel", "Listener", "Terms",
+    "connect", "listen", "read_key", "virtual_pair",
     "Clock", "RealClock",
     "StreamError", "Closed", "Full", "Busy", "PeerLost", "Reason", "BadKey", "TransferFailed", "DependencyFailed", "DeviceLost",
     "BufferChanged", "Unordered", "Escaped", "TapeMismatch",

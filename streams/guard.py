@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["Guard", "Spans", "overlap", "spans_of"]
+__all__ = ["Guard", "Spans", "overlap", "poison", "spans_of"]
 
 Spans = tuple[tuple[int, int], ...]
 _RUNS_MAX = 4096  # contiguous runs of a strided view kept apart; beyond that the hull stands for all
@@ -71,7 +71,7 @@ class Guard:
         with torch.no_grad():
             for tensor in writes:
                 self._saved.append((tensor, tensor.clone()))
-                _poison(tensor)
+                poison(tensor)
         self._reads = [(tensor, _fingerprint(tensor)) for tensor in reads]
         self._writes = [(tensor, _fingerprint(tensor)) for tensor in writes]
 
@@ -90,7 +90,8 @@ class Guard:
                 tensor.copy_(saved)
 
 
-def _poison(tensor: Tensor) -> None:
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor with what shows when it is read too early."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
