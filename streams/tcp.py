@@ -285,8 +285,9 @@ class TcpChannel:
             raise PeerLost(Reason.OUT_OF_STEP, f"{header.kind} of step {header.step} came where step {receiving.step} was expected")
         self._receiving = None
         self._skipped += 1
-        self._schedule()
         self._finish(receiving, TransferFailed(f"{header.kind} of step {header.step} will not come from {self.name}: {header.text}"))
+        if self._lanes.may_grant:
+            self._schedule()
 
     # the end
 

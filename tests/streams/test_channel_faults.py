@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from streams import ChannelLimits, Event, PeerLost, Reason, Terms, connect, listen
+from streams import ChannelLimits, Closed, Event, PeerLost, Reason, Terms, connect, listen
 from streams.frame import VERSION, Beat, Content, Grant, Header, Hello, Proof, Skip, head_of, payload_checksum
 from streams.handshake import BadKey, Handshake, read_key
 from streams.tcp import TcpChannel
@@ -227,16 +227,19 @@ async def test_a_slow_reader_stops_the_sender() -> None:
     assert all(event.done() for event in asked)
 
 
-async def test_grants_that_waited_for_frames_go_once_these_came() -> None:
+@pytest.mark.parametrize("failure", [None, RuntimeError("failed")])
+async def test_grants_that_waited_for_frames_go_once_these_came(failure: Exception | None) -> None:
     """A receive that was posted while the peer had grants enough is granted when those are used up, though nothing else is posted."""
     cable = await Cable(LIMITS).opened()
     copied = Event[None]("copy")
     for step in range(5):
-        cable.one.send(b"x", kind="x", step=step, after=(copied,) if step == 1 else ())
+        cable.one.send(b"x", kind="x", step=step, after=(copied,) if step in (1, 2) else ())
     asked = [cable.two.receive_bytes(kind="x", step=step, bytes_max=1) for step in range(3)]
     await cable.settle()
     asked += [cable.two.receive_bytes(kind="x", step=step, bytes_max=1) for step in range(3, 5)]
-    copied.settle(None, RuntimeError("failed"))
+    await cable.settle()
+    assert [event.done() for event in asked] == [True, False, False, False, False]
+    copied.settle(None, failure)
     await cable.settle()
     assert [event.done() for event in asked] == [True] * 5
 
@@ -467,6 +470,7 @@ async def test_beats_keep_an_idle_channel_open_and_do_not_pile_up() -> None:
 async def test_our_own_standstill_is_not_the_peers_silence() -> None:
     """A loop that stood still for an hour counts it as two beats, and goes on when the peer is heard again."""
     cable = await Cable(LIMITS).opened()
+    await cable.pass_ms(200, 200)  # nothing was heard since
     cable.clock.at_ns += 3600 * 10**9
     for channel in (cable.one, cable.two):
         channel.connection.tick()
@@ -506,6 +510,29 @@ async def test_a_slow_wire_is_not_silence() -> None:
     assert await received is into
     assert into.eq(1).all()
     await sent
+
+
+async def test_what_comes_while_the_last_frame_goes_out_does_not_disturb_it() -> None:
+    """Closed in the middle of a frame, with a frame of the peer's half here: ours is finished, theirs is dropped, then both end."""
+    cable = await Cable(LIMITS, room=1000).opened()
+    into, ours = torch.zeros(5000, dtype=torch.uint8), torch.full((50,), 3, dtype=torch.uint8)
+    received = cable.two.receive(into, kind="x", step=0)
+    dropped = cable.one.receive(ours, kind="y", step=0)
+    await cable.settle()
+    sent = cable.one.send(torch.ones(5000, dtype=torch.uint8), kind="x", step=0)
+    cable.two.send(torch.ones(50, dtype=torch.uint8), kind="y", step=0)
+    await turns()
+    assert len(cable.move(cable.right, 150)) == 150  # its head and a part of its payload
+    closing = asyncio.ensure_future(cable.one.close())
+    await turns()
+    assert isinstance(dropped.error(), Closed)
+    await cable.settle()
+    await closing
+    assert sent.error() is None
+    assert await received is into
+    assert into.eq(1).all()
+    assert ours[22:].eq(3).all(), "a buffer was written after its event"
+    assert reason_of(cable.two) == Reason.CLOSED
 
 
 async def test_closing_towards_a_peer_that_takes_nothing_ends_within_the_time_out() -> None:
