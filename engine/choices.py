@@ -9,6 +9,7 @@ Knows the engine's face alone.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -56,6 +57,8 @@ class Choices:
             found[0].cached_tokens,
             sum(one.accepted_drafts for one in found),
             sum(one.refused_drafts for one in found),
+            _summed([one.drafts_proposed for one in found]),
+            _summed([one.drafts_accepted for one in found]),
         )
 
     async def __aenter__(self) -> Self:
@@ -147,3 +150,8 @@ class Choices:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._stack.__aexit__(kind, error, trace)
+
+
+def _summed(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Counts by place, of all choices together."""
+    return tuple(sum(column) for column in itertools.zip_longest(*counts, fillvalue=0))

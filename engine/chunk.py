@@ -30,6 +30,8 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens whose rows the session already had
     accepted_drafts: int = 0  # completion tokens that had been guessed
     refused_drafts: int = 0  # guesses that did not appear
+    drafts_proposed: tuple[int, ...] = ()  # by place in a step's run, the first draft first; as long as the deepest run
+    drafts_accepted: tuple[int, ...] = ()  # likewise, as long
 
 
 @dataclass(frozen=True, slots=True)

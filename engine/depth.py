@@ -21,7 +21,7 @@ _DRAFT_COST = 0.033
 _MEMORY = 0.95  # weight of a rate's past at each new draft
 _FIRST_RATE = 0.7  # before anything was seen
 _BETTER = 1.05  # a change must promise so much more: buffers and tables are not changed for less
-_LOOK_EVERY = 64  # steps of depth 0 between looks whether drafts have become better
+_LOOK_EVERY = 64  # steps of one depth between looks whether deeper drafts have become better
 _LOOK_STEPS = 4
 
 
@@ -37,6 +37,10 @@ class DraftCounts:
         assert 0 <= accepted <= judged <= DRAFTS_MAX, f"{accepted} of {judged} drafts"
         proposed = tuple(count + (place < judged) for place, count in enumerate(self.proposed))
         return DraftCounts(proposed, tuple(count + (place < accepted) for place, count in enumerate(self.accepted)))
+
+    def accepted_one(self, place: int) -> "DraftCounts":
+        """With one more draft accepted of those counted as judged, at this place of its run."""
+        return DraftCounts(self.proposed, (*self.accepted[:place], self.accepted[place] + 1, *self.accepted[place + 1 :]))
 
 
 class DraftDepth:
@@ -54,7 +58,7 @@ class DraftDepth:
         self.counts = DraftCounts()
         self._rates = [_FIRST_RATE] * DRAFTS_MAX
         self._chosen = 0
-        self._plain_steps = 0
+        self._steps = 0  # of this choice
 
     @property
     def most(self) -> int:
@@ -70,12 +74,11 @@ class DraftDepth:
         worth = {depth: self._tokens(depth) / _cost(sessions, depth) for depth in DEPTHS if depth <= max(0, fitting)}
         best = max(worth, key=lambda depth: (worth[depth], -depth))
         if self._chosen not in worth or worth[best] > _BETTER * worth[self._chosen]:
-            self._chosen = best
-        if self._chosen:
-            self._plain_steps = 0
-            return self._chosen
-        self._plain_steps += 1
-        return min(1, max(worth)) if self._plain_steps % _LOOK_EVERY >= _LOOK_EVERY - _LOOK_STEPS else 0
+            self._chosen, self._steps = best, 0
+        self._steps += 1
+        # What lies deeper than the chosen depth is judged by nobody: its rate would stay what one bad stretch made of it.
+        deeper = next((depth for depth in worth if depth > self._chosen), self._chosen)
+        return deeper if self._steps % _LOOK_EVERY >= _LOOK_EVERY - _LOOK_STEPS else self._chosen
 
     def note(self, judged: int, accepted: int) -> None:
         """One session's part of a step that was followed."""

@@ -45,7 +45,7 @@ class StepLoop:
         self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._batches = Batches(stage)
-        self._pressure = Pressure(stage.placement, lambda: self.decoding, self._batches.forget)
+        self._pressure = Pressure(stage.placement, lambda: (*self.appending, *self.decoding), self._batches.forget)
         self._line = WaitingLine(
             stage, config.waiting_max, self._ended, self.stored, self.departures, self._pressure, spare_rows=3 * self.depth.most
         )  # fmt: skip
@@ -180,7 +180,8 @@ class StepLoop:
         self._pressure.turn()
         decision = decide(
             self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, decode_batch_limit=self._limit,
-            steps=self._decode.turns, appending=self._appends.choosable, chunks=self._appends.turns,
+            steps=self._decode.turns, chunks=self._appends.turns,
+            appending=tuple(one for one in self._appends.choosable if not self._pressure.holds(one.session)),
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
         for request in decision.admit:

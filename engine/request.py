@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.append import AppendRun
 from engine.chunk import Chunk, FinishReason, TokenLogprob, Usage
+from engine.depth import DraftCounts
 from engine.errors import ForebayError, FormBroken, TooLong
 from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
@@ -68,8 +69,8 @@ class Request:
         self.in_flight = 0  # steps submitted and not followed
         self.generated = 0
         self.followed_ns = 0  # when it got tokens last, as `Tally` has it; 0: never
-        self._drafts_accepted = 0
-        self._drafts_judged = 0
+        self._drafts = DraftCounts()
+        self._guessed = 0  # tokens of the present step that drafts had said
         self.append: AppendRun | None = None  # while the prompt is read
         self.appended_rows = 0  # of finished chunks, once it was read
         self.history: SyntheticHistory | None = None  # what its session begins with
@@ -146,7 +147,7 @@ class Request:
 
     def judged(self, drafts: int) -> None:
         """A step of this request judged so many drafts; called before its tokens are taken."""
-        self._drafts_judged += drafts
+        self._drafts, self._guessed = self._drafts.plus(drafts, 0), 0
 
     def drop_unwritten(self) -> None:
         """A made-up history that was not written whole leaves no tokens without rows, which would be read as real ones."""
@@ -154,13 +155,21 @@ class Request:
             self.session.cut(self.session.rows)
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.generated, self.cached, self._drafts_accepted, self._drafts_judged - self._drafts_accepted)
+        drafts = self._drafts
+        if not drafts.proposed[0]:
+            return Usage(self.prompt_tokens, self.generated, self.cached)
+        judged, accepted = sum(drafts.proposed), sum(drafts.accepted)
+        depth = sum(count > 0 for count in drafts.proposed)
+        return Usage(
+            self.prompt_tokens, self.generated, self.cached, accepted, judged - accepted, drafts.proposed[:depth], drafts.accepted[:depth]
+        )  # fmt: skip
 
     def take(self, token: int, logits: Tensor | None, *, guessed: bool = False) -> bool:
         """Follow one sampled token; returns whether the request is now finished. `guessed`: a draft had said so."""
         assert not self.finished, f"request {self.id} has finished"
         self.generated += 1
-        self._drafts_accepted += guessed
+        if guessed:
+            self._drafts, self._guessed = self._drafts.accepted_one(self._guessed), self._guessed + 1
         self.session.tokens.append(token)
         ends = token in self.ends
         text = "" if self._detokenizer is None or (ends and not self.sampling.include_stop) else self._detokenizer.push([token])

@@ -78,6 +78,10 @@ class Placement(Protocol):
         """Device bytes that a `shrink` of the session would free."""
         ...
 
+    def may_shrink(self, session: SessionMemory) -> bool:
+        """Whether no chunk of an append is open, where nothing of the session is in flight."""
+        ...
+
     def shrink(self, session: SessionMemory) -> None:
         """Bring a session's hot caches back to what is reserved for them, keeping the rows used last; nothing if they are no larger.
 
@@ -217,6 +221,11 @@ class Offload:
         assert isinstance(session, OffloadSession), "a session of another placement"
         return session.caches.extra_bytes
 
+    def may_shrink(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        assert isinstance(session, OffloadSession), "a session of another placement"
+        return not session.holdings.chunk_open
+
     def shrink(self, session: SessionMemory) -> None:
         """See Placement."""
         assert isinstance(session, OffloadSession), "a session of another placement"
@@ -295,6 +304,11 @@ class Resident:
         """See Placement. A resident session has no hot cache."""
         del session
         return 0
+
+    def may_shrink(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        del session
+        return True
 
     def shrink(self, session: SessionMemory) -> None:
         """See Placement. A resident session has no hot cache."""

@@ -109,18 +109,20 @@ def completion_answer(head: AnswerHead, choices: Sequence[CompletionChoice], usa
 
 
 def usage_counts(usage: Usage) -> UsageCounts:
-    drafts = usage.accepted_drafts, usage.refused_drafts
     return UsageCounts(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
-        completion_tokens_details=_drafted(*drafts) if any(drafts) else UNSET,
+        completion_tokens_details=_drafted(usage) if usage.accepted_drafts or usage.refused_drafts else UNSET,
     )
 
 
-def _drafted(accepted: int, refused: int) -> CompletionTokensDetails:
-    return CompletionTokensDetails(accepted_prediction_tokens=accepted, rejected_prediction_tokens=refused)
+def _drafted(usage: Usage) -> CompletionTokensDetails:
+    return CompletionTokensDetails(
+        accepted_prediction_tokens=usage.accepted_drafts, rejected_prediction_tokens=usage.refused_drafts,
+        drafts_proposed=usage.drafts_proposed, drafts_accepted=usage.drafts_accepted,
+    )  # fmt: skip
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:

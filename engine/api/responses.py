@@ -31,6 +31,8 @@ class CompletionTokensDetails(msgspec.Struct, kw_only=True, frozen=True):
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    drafts_proposed: tuple[int, ...] = ()  # ours: by place in a step's run, the first draft first
+    drafts_accepted: tuple[int, ...] = ()
 
 
 class UsageCounts(msgspec.Struct, kw_only=True, frozen=True):

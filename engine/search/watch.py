@@ -234,6 +234,10 @@ class WatchedPlacement:
         """See Placement."""
         return self._inner.extra_bytes(session)
 
+    def may_shrink(self, session: SessionMemory) -> bool:
+        """See Placement."""
+        return self._inner.may_shrink(session)
+
     def shrink(self, session: SessionMemory) -> None:
         """See Placement."""
         self._inner.shrink(session)

@@ -40,6 +40,29 @@ def test_drafts_that_are_refused_stop_and_are_tried_again() -> None:
     assert auto.choose(1) >= 1
 
 
+def test_a_bad_stretch_is_forgotten() -> None:
+    """After runs of which only the first draft was right, text whose every draft is right is drafted as deep as by a new chooser."""
+    auto = DraftDepth(None, drafts=True)
+    for _ in range(400):
+        auto.note(3, 1)
+    assert auto.choose(1) == 1
+    for _ in range(20_000):
+        depth = auto.choose(1)
+        auto.note(depth, depth)
+    assert auto.choose(1) == 7
+
+
+def test_looks_are_rare() -> None:
+    """Where one draft is all that is ever right, nine steps in ten stay at that depth, and no look goes past the next."""
+    auto = DraftDepth(None, drafts=True)
+    chosen = []
+    for _ in range(4000):
+        chosen.append(auto.choose(1))
+        auto.note(chosen[-1], min(1, chosen[-1]))
+    assert set(chosen[1000:]) == {1, 2}
+    assert chosen[1000:].count(1) > 0.9 * 3000
+
+
 @pytest.mark.parametrize("depth", [None, 0, 1, 3, 7])
 def test_a_step_stays_one_of_few_rows(depth: int | None) -> None:
     """Whatever the company, sessions rounded up times rows is at most what kernels of few rows hold, and a fixed depth is kept below it."""

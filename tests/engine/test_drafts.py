@@ -145,6 +145,11 @@ async def test_nothing_is_drafted_behind_an_end_of_text(checkpoint: Path, monkey
     # Drafts for positions 31 to 35 (the end of text) were made; 31 to 34 were right; behind the refused one all were right again.
     assert 4 <= usage.accepted_drafts <= 8
     assert usage.refused_drafts >= 1
+    assert sum(usage.drafts_accepted) == usage.accepted_drafts
+    assert sum(usage.drafts_proposed) == usage.accepted_drafts + usage.refused_drafts
+    assert len(usage.drafts_accepted) == len(usage.drafts_proposed)
+    assert all(right <= made for right, made in zip(usage.drafts_accepted, usage.drafts_proposed, strict=True))
+    assert list(usage.drafts_accepted) == sorted(usage.drafts_accepted, reverse=True), "a draft counts behind accepted ones only"
 
 
 async def test_sessions_of_different_depths_share_steps(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

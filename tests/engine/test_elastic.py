@@ -109,3 +109,28 @@ async def test_who_waits_gets_what_others_have_beyond_the_usual(
     assert ended == ["third", "first"], "the third had to wait for the first to end"
     assert runs[0].same_bits(alone[0])
     assert runs[1].same_bits(alone[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+async def test_a_long_prompt_gives_up_its_extra_between_chunks(
+    checkpoint: Path, budget: list[int], shrunk: list[str], device: str
+) -> None:  # fmt: skip
+    """A short prompt that comes while a long one is read has its first token before that, as it has with caches of the usual size."""
+    config = auto(device, context_max=1200)
+    budget[0] = await _scarce(checkpoint, config, 1000, 68)
+    came: list[str] = []
+    async with Engine.open(checkpoint, config) as opened:
+
+        async def told(name: str, prompt: list[int]) -> None:
+            async for _ in opened.generate(prompt, greedy(5)):
+                came.extend([name] * (name not in came))
+
+        held = await opened.create_session()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(told("long", ids(990, 1)))
+            while not opened._loop.appending:  # noqa: ASYNC110 - turns of the loop, no wait
+                await asyncio.sleep(0)
+            group.create_task(opened.generate(ids(60, 2), greedy(2), session=held).complete())
+            group.create_task(told("short", ids(60, 3)))
+    assert shrunk, "nobody had to give anything"
+    assert came == ["short", "long"]

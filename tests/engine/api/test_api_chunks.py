@@ -204,8 +204,10 @@ def test_lists_and_tokens() -> None:
 def test_drafts_are_counted_where_there_were_any() -> None:
     """Usage names accepted and refused guesses as OpenAI names predictions, in both shapes, and says nothing where nothing was drafted."""
     for make in (chat_usage_chunk, completion_usage_chunk):
-        counts = sent(make(FULL, Usage(3, 9, 0, 5, 2)))["usage"]
+        counts = sent(make(FULL, Usage(3, 9, 0, 5, 2, (4, 3), (3, 2))))["usage"]
         assert counts["completion_tokens"] == 9
-        assert counts["completion_tokens_details"] == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+        assert counts["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2, "drafts_proposed": [4, 3], "drafts_accepted": [3, 2],
+        }  # fmt: skip
         assert sent(make(FULL, Usage(3, 9, 0, 0, 1)))["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 1
         assert "completion_tokens_details" not in sent(make(FULL, Usage(3, 9)))["usage"]
