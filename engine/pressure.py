@@ -52,8 +52,7 @@ class Pressure:
         for request in self._running():
             session, memory = request.session, request.session.memory
             still = memory is not None and request.in_flight == 0 and memory.operations.outstanding == 0
-            if session in self._asked and memory is not None and still and self._placement.may_shrink(memory):
-                self._placement.shrink(memory)
+            if session in self._asked and memory is not None and still and self._placement.shrink(memory):
                 self._forget(request)
                 self._asked.discard(session)
 

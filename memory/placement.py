@@ -78,14 +78,11 @@ class Placement(Protocol):
         """Device bytes that a `shrink` of the session would free."""
         ...
 
-    def may_shrink(self, session: SessionMemory) -> bool:
-        """Whether no chunk of an append is open, where nothing of the session is in flight."""
-        ...
-
-    def shrink(self, session: SessionMemory) -> None:
+    def shrink(self, session: SessionMemory) -> bool:
         """Bring a session's hot caches back to what is reserved for them, keeping the rows used last; nothing if they are no larger.
 
         It needs no free memory. Nothing of the session may be in flight; its step table place must be written again.
+        Returns: False where a chunk of it is open: nothing has changed then.
         """
         ...
 
@@ -221,16 +218,14 @@ class Offload:
         assert isinstance(session, OffloadSession), "a session of another placement"
         return session.caches.extra_bytes
 
-    def may_shrink(self, session: SessionMemory) -> bool:
+    def shrink(self, session: SessionMemory) -> bool:
         """See Placement."""
         assert isinstance(session, OffloadSession), "a session of another placement"
-        return not session.holdings.chunk_open
-
-    def shrink(self, session: SessionMemory) -> None:
-        """See Placement."""
-        assert isinstance(session, OffloadSession), "a session of another placement"
+        if session.holdings.chunk_open:
+            return False
         check_still(session.holdings)
         session.caches.shrink()
+        return True
 
     def grow(self, session: SessionMemory, tokens_max: int) -> bool:
         """See Placement. What the hot caches hold is kept; old and new ones exist together for a moment and are counted so."""
@@ -305,13 +300,10 @@ class Resident:
         del session
         return 0
 
-    def may_shrink(self, session: SessionMemory) -> bool:
-        """See Placement."""
+    def shrink(self, session: SessionMemory) -> bool:
+        """See Placement. A resident session has no hot cache."""
         del session
         return True
-
-    def shrink(self, session: SessionMemory) -> None:
-        """See Placement. A resident session has no hot cache."""
 
     def rest(self, session: SessionMemory) -> bool:
         """See Placement."""

@@ -234,13 +234,9 @@ class WatchedPlacement:
         """See Placement."""
         return self._inner.extra_bytes(session)
 
-    def may_shrink(self, session: SessionMemory) -> bool:
+    def shrink(self, session: SessionMemory) -> bool:
         """See Placement."""
-        return self._inner.may_shrink(session)
-
-    def shrink(self, session: SessionMemory) -> None:
-        """See Placement."""
-        self._inner.shrink(session)
+        return self._inner.shrink(session)
 
     def rest(self, session: SessionMemory) -> bool:
         """See Placement."""

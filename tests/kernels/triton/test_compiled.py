@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_kernel_compiles_for_every_target(tmp_path: Path) -> None:
     """No kernel is unlisted, fails to compile at the model's shapes, or needs more shared memory than every target has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
