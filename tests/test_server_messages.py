@@ -154,6 +154,19 @@ async def test_a_call_that_breaks_off_is_not_taken_for_the_command() -> None:
     assert (block["name"], list(block["input"]), message.stop_reason) == ("read", ["arguments"], "max_tokens")
 
 
+@pytest.mark.parametrize(("finish", "stop", "reason"), [("length", None, "max_tokens"), ("stop", "END", "stop_sequence")])
+async def test_the_one_call_of_a_turn_that_breaks_off_is_no_tool_use(finish: Any, stop: Any, reason: str) -> None:
+    """Where parallel calls are off, too, the reason says what cut the call, whole and as events."""
+    script: list[Item] = [Chunk(READ[:60], (1,), Usage(1, 1)), Chunk(READ[60:64], (2,), Usage(1, 2), (), finish, stop)]
+    asked: Any = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    async with client_of(FakeEngine([script])) as client:
+        message = await client.messages.create(**asked)
+        reasons = [
+            event.delta.stop_reason async for event in await client.messages.create(**asked, stream=True) if event.type == "message_delta"
+        ]
+    assert (message.stop_reason, message.stop_sequence, reasons) == (reason, stop, [reason])
+
+
 async def test_thinking_that_cannot_be_switched_off_is_little() -> None:
     """Disabled thinking reaches a template that has the switch; for another it is the lowest effort, and no refusal."""
     engine = FakeEngine([words("x")])

@@ -310,3 +310,15 @@ async def test_parallel_calls_off_ends_the_turn_with_one() -> None:
         response = await client.responses.create(model="fake", input="x", tools=TOOLS, parallel_tool_calls=False)
     assert [item.type for item in response.output] == ["function_call"]
     assert (response.status, response.parallel_tool_calls, engine.aborted) == ("completed", False, 1)
+
+
+async def test_the_one_call_of_a_turn_that_the_length_cuts_is_incomplete() -> None:
+    """Where parallel calls are off, too, the response and its call are incomplete, whole and as events."""
+    engine = FakeEngine([words(READ[:50], READ[50:60], finish="length")], prompt_ids=THINKING[:1])
+    asked: Any = {"model": "fake", "input": "x", "tools": TOOLS, "parallel_tool_calls": False}
+    async with client_of(engine) as client:
+        whole = await client.responses.create(**asked)
+        *_, last = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        assert (response.status, [getattr(item, "status", None) for item in response.output]) == ("incomplete", ["incomplete"])

@@ -134,7 +134,7 @@ class ReplyParser:
             self._show(rest)
         if not self.calls:
             self._out[self._reasoning].extend(self._blanks)
-        self.cut, self._place = inside and not complete, _Place.TEXT
+        self.cut = inside and not complete  # the place stays: a call that did not end is not the turn's end
         return self._taken()
 
     def _run(self) -> None:

@@ -129,6 +129,22 @@ def test_finish_reasons(text: str, finish: Any, stop: Any, expected: str) -> Non
     assert streamed(writer((1,)), given)["finish_reason"] == expected
 
 
+@pytest.mark.parametrize(("finish", "stop", "expected"), [("length", None, "length"), ("stop", "###", "stop"), ("stop", 7, "tool_calls")])
+@pytest.mark.parametrize("kept", [60, len(READ) - 12])  # inside a value, and behind the last one
+def test_the_one_call_that_is_allowed_may_be_cut(kept: int, finish: Any, stop: Any, expected: str) -> None:
+    """Without parallel calls too a call that was cut says by what, whole and streamed; one that the model ended is a call."""
+    for taken in (chunks(READ[:kept], finish=finish, stop=stop), chunks(READ[:kept], 30, 50, finish=finish, stop=stop)):
+        choice = whole(writer((1,), parallel_tool_calls=False), taken)
+        assert choice["finish_reason"] == expected
+        parts = streamed(writer((1,), parallel_tool_calls=False), taken)
+        assert parts["finish_reason"] == expected
+        if expected != "tool_calls":
+            assert choice["stop_reason"] == stop
+            for answer in (choice, parts):
+                with pytest.raises(json.JSONDecodeError):
+                    json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"])
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_stop_id_inside_unfinished_reasoning(inside: bool) -> None:
     """The turn ends with reasoning alone, whatever was held back of a mark."""
