@@ -110,7 +110,7 @@ class Departures:
     async def archive(self, session_id: SessionId) -> bool:
         """Bring a session to disk and let go of its memory; returns False where it stays because somebody came for it meanwhile.
 
-        Raises: UnknownSession; SessionBusy: it is in a turn; and what archiving raises. It stays then.
+        Raises: UnknownSession; SessionBusy: it is in a turn; BadRequest: it broke; and what archiving raises. It stays then.
         """
         session = self.held.get(session_id)
         if session is None:
@@ -122,6 +122,7 @@ class Departures:
     async def _leave(self, session: Session) -> bool:
         archive = self._archives.get(session.namespace)
         assert archive is not None, "nobody said where archives go"
+        session.check_open()
         if not session.idle or self._expected(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; archive it between its turns", field="session")
         before = (session.revision, len(session.tokens))

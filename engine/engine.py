@@ -196,14 +196,15 @@ class Engine:
     async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
         """A new session with the first `tokens` tokens of another one, by default all; rows are shared, and the other may be running.
 
-        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are; NotAdmitted.
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it broke; NotAdmitted.
         """
         return (await self._with_room(lambda: self._held.fork(session_id, tokens, revision), session_id)).id
 
     async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
         """Keep the first `tokens` tokens of a session between two turns; its revision moves if that cuts anything off.
 
-        Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
+        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted; BadRequest: more tokens than there are, or it broke.
+        Nothing changed then.
         """
         session = self._held.find(session_id)
         with self._expected(session):
@@ -235,7 +236,8 @@ class Engine:
 
         Args: progress: called on the loop with (bytes done, bytes in all).
         Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
-        BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's. Cancel: the archive is what it was.
+        BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's; BadRequest also: it broke before.
+        Cancel: the archive is what it was.
         """
         session, place = self._held.find(session_id), place_of(directory)
         await self._held.settle(session)
@@ -353,7 +355,7 @@ class Engine:
         if revision is not None:
             await self._held.settle(session)
             self._held.check_revision(session, revision)
-        self._check_open(session)
+        session.check_open()
         self._prompts.check_bias(sampling.logit_bias)
         grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
         if after and not (session.temporary and history is None):
@@ -364,7 +366,7 @@ class Engine:
         tokens = before + tokens if before else tokens
         if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised
             tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
-        self._check_open(session)
+        session.check_open()
         self._held.check_revision(session, revision)
         if not tokens and (history is not None or len(session.tokens) == session.rows):
             raise BadRequest("the prompt has no tokens", field="prompt")
@@ -379,12 +381,6 @@ class Engine:
         self._loop.enqueue(request)
         self._held.used(session)
         return request
-
-    def _check_open(self, session: Session) -> None:
-        """Raise unless the session can still take requests."""
-        if session.closing or session.phase in (Phase.BROKEN, Phase.CLOSED):
-            state = "closed" if session.closing else session.phase.value
-            raise BadRequest(f"session {session.id} is {state}; create another", field="session")
 
     def _continues(self, session: Session) -> bool:
         """Whether the session has tokens, or will have when the requests before this one have run."""

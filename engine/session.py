@@ -14,6 +14,7 @@ from array import array
 from enum import Enum
 from typing import Final
 
+from engine.errors import BadRequest
 from engine.protocol import SessionId
 from memory.session import SessionMemory
 
@@ -87,6 +88,12 @@ class Session:
     def idle(self) -> bool:
         """Whether a request may start in it now."""
         return self._phase in (Phase.NEW, Phase.READY)
+
+    def check_open(self) -> None:
+        """Raise BadRequest where nothing more can be done with it: it is closed, or broke and gave its memory back."""
+        if self.closing or self._phase in (Phase.BROKEN, Phase.CLOSED):
+            state = "closed" if self.closing else self._phase.value
+            raise BadRequest(f"session {self.id} is {state}; create another", field="session")
 
     def cut(self, tokens: int) -> None:
         """Keep the first `tokens` tokens, in a list of their own: a request that had more of them in its prompt has the old one still."""

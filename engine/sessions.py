@@ -66,6 +66,7 @@ class Sessions:
         self.check_revision(source, revision)
         if source.broken is not None or source.phase is Phase.BROKEN:
             raise BadRequest(f"session {source.id} is broken, and its rows with it; fork another", field="session")
+        source.check_open()
         count = _count(source, tokens)
         made = self.create(source.namespace)
         held = min(count, source.rows)
@@ -92,13 +93,15 @@ class Sessions:
     async def truncate(self, session_id: SessionId, tokens: int, revision: int | None) -> Session:
         """Keep the first `tokens` tokens of a session that is between two turns.
 
-        Raises: UnknownSession, StaleRevision, SessionBusy, BadRequest: more tokens than there are; NotAdmitted. Nothing changed then.
+        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted; BadRequest: more tokens than there are, or it broke.
+        Nothing changed then.
         """
         session = self.find(session_id)
         self.check_revision(session, revision)
         while session.busy and session.memory is not None and self._between(session):
             await session.memory.operations.settle()
         self.check_revision(session, revision)
+        session.check_open()
         if not self._between(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; truncate it between its turns", field="session")
         count, memory = _count(session, tokens), session.memory

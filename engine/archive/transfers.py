@@ -95,7 +95,8 @@ class Archives:
 
     async def export(self, session: Session, path: Path, progress: TransferProgress | None) -> Exported:
         """See Engine.export_session."""
-        if not session.idle or session.closing or session in self._exports:
+        session.check_open()
+        if not session.idle or session in self._exports:
             raise SessionBusy(f"session {session.id} is {session.phase.value}; export it between its turns", field="session")
         started, ended = time.monotonic(), asyncio.Event()
         self._exports[session] = ended

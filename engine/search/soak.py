@@ -7,6 +7,8 @@ same script says alone. Knows the engine's face, and at the end the stage's book
 Invariants:
 1. Every token anybody hears is the one that was said alone, at its place.
 2. Nothing breaks where nothing was made to fail; where it was, a conversation ends with `SessionBroken` and never with wrong tokens.
+   One that broke unseen, behind a turn that was left or its last token, is refused after: that counts where something failed since the
+   beginning of its last whole turn.
 3. At the end nothing is held: blocks, pages, bytes, operations, tasks, threads, file descriptors, sessions.
 Unlike the search, a run cannot be repeated to the order: threads are real. What it finds is looked for with the search afterwards.
 """
@@ -25,13 +27,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from engine.engine import Engine
-from engine.errors import BadRequest, ForebayError, NeverFits, NotAdmitted, SessionBroken
+from engine.errors import BadRequest, ForebayError, NeverFits, NotAdmitted, SessionBroken, SessionBusy
 from engine.protocol import SessionId
 from engine.sampling import PRIORITY_MAX, Sampling
 from engine.search.reference import Bench, Turn
 from engine.search.tiny import CONTEXT_MAX, TOP_K
 from engine.search.watch import check_stage
-from engine.session import Session
+from engine.session import Phase, Session
 from engine.stage import open_stage
 from streams import CpuBackend, TransferFailed
 from streams.cpu import CpuStream
@@ -95,8 +97,14 @@ class _FaultyBackend(CpuBackend):
     def __init__(self, rng: random.Random, fault_every: int) -> None:
         super().__init__()
         self.struck = 0
+        self._failed: list[str] = []  # labels of those struck that have run; worker threads append
         self._rng = rng
         self._every = fault_every
+
+    @property
+    def faults(self) -> int:
+        """Grows whenever an operation is struck, and again when it runs and fails, which may be much later."""
+        return self.struck + len(self._failed)
 
     def open_stream(self, name: str, queue_max: int) -> CpuStream:
         """See `QueuedBackend.open_stream`."""
@@ -109,6 +117,7 @@ class _FaultyBackend(CpuBackend):
         self.struck += 1
 
         def fail() -> T:
+            self._failed.append(label)
             raise TransferFailed(f"{label} failed by order of the soak")
 
         return fail
@@ -216,28 +225,41 @@ class _Client:
             await self._hear(script, script.whole[:first], script.whole[first:end], None)
             await self._idle()
 
-    async def _conversation(self, script: _Script, session: SessionId | None = None, forks: int = 2) -> None:
-        """In a session of its own, which is closed at the end, whatever happened to it."""
+    async def _conversation(self, script: _Script, session: SessionId | None = None, forks: int = 2, faults: int | None = None) -> None:
+        """In a session of its own, which is closed at the end, whatever happened to it. Args: faults: how many there were before it."""
+        good = self._soak.backend.faults if faults is None else faults  # how many there were before the last whole turn
         held = await self._engine.create_session(self._namespace) if session is None else session
         try:
             while len(self._engine.sessions[held].token_ids) < len(script.whole):
-                await self._turn(script, held)
+                asked = self._soak.backend.faults
+                if await self._turn(script, held):
+                    good = asked
                 what = self._rng.choice(("idle", "nothing", "nothing", "fork", "cut", "archive"))
                 if what == "idle":
                     await self._idle()
                 elif what == "fork" and forks:
-                    await self._fork(script, held, forks - 1)
+                    await self._fork(script, held, forks - 1, good)
                 elif what == "cut" and self._rng.random() < 0.5:
                     await self._engine.truncate_session(held, self._place(script, held))
                     self._counts["cuts"] += 1
                 elif what == "archive":
                     held = await self._archived(held)
+        except BadRequest as error:
+            if not self._broke_unseen(error, held, good):
+                raise
+            raise SessionBroken("it broke unseen") from error
         finally:
             if held in self._engine.sessions:
                 await self._engine.close_session(held)
 
-    async def _turn(self, script: _Script, session: SessionId) -> None:
-        """Say what is left of the turn that the session stands in; it may have been left or cut anywhere."""
+    def _broke_unseen(self, error: BadRequest, session: SessionId, faults: int) -> bool:
+        """Whether a refusal is because the session is gone, and something failed since there were that many faults. Busy is not gone."""
+        view = self._engine.sessions.get(session)
+        gone = view is not None and view.phase in (Phase.BROKEN.value, Phase.CLOSED.value)
+        return gone and not isinstance(error, SessionBusy) and self._soak.backend.faults > faults
+
+    async def _turn(self, script: _Script, session: SessionId) -> bool:
+        """Say what is left of the turn that the session stands in; it may have been left or cut anywhere. False: it was left again."""
         view = self._engine.sessions[session]
         held = list(view.token_ids)
         assert held == list(script.whole[: len(held)]), "the session holds other tokens than it said"
@@ -245,7 +267,7 @@ class _Client:
         number = next(place for place, end in enumerate(ends) if end > len(held))
         said = ends[number] - script.turns[number].tokens
         first = max(said, len(held) + (len(held) == view.rows))
-        await self._hear(script, script.whole[len(held) : first], script.whole[first : ends[number]], session)
+        return await self._hear(script, script.whole[len(held) : first], script.whole[first : ends[number]], session)
 
     def _place(self, script: _Script, session: SessionId) -> int:
         """Where a session may be cut or forked: behind any token but a turn's last but one, behind which there is nothing to ask with."""
@@ -253,7 +275,7 @@ class _Client:
         ends = script.ends
         return self._rng.choice([place for place in range(1, tokens + 1) if place + 1 not in ends] or [tokens])
 
-    async def _fork(self, script: _Script, session: SessionId, forks: int) -> None:
+    async def _fork(self, script: _Script, session: SessionId, forks: int, faults: int) -> None:
         """Another client goes on from somewhere in this conversation, beside it."""
         if not self._engine.sessions[session].token_ids:
             return
@@ -263,7 +285,7 @@ class _Client:
             assert self._soak.backend.struck, "a session could not be forked and nothing had failed"
             raise SessionBroken("its rows are gone") from None
         self._counts["forks"] += 1
-        self._soak.group.create_task(self._guarded(self._conversation(script, other, forks)))
+        self._soak.group.create_task(self._guarded(self._conversation(script, other, forks, faults)))
 
     async def _archived(self, session: SessionId) -> SessionId:
         """To disk, closed, and back from there."""

@@ -1,6 +1,7 @@
 """Sessions that callers hold, in the library: forks, cuts and revisions are exact, also under any interleaving."""
 
 import asyncio
+import os
 import random
 from pathlib import Path
 
@@ -113,6 +114,33 @@ async def test_a_broken_session_is_not_forked(checkpoint: Path, placement: str) 
         with pytest.raises(BadRequest, match="is broken"):
             await engine.fork_session(session, 10)
         assert list(engine.sessions) == [session]
+
+
+@both
+async def test_a_session_that_broke_is_gone_and_not_busy(checkpoint: Path, placement: str, tmp_path: Path) -> None:
+    """Whatever is asked of it afterwards is refused for good: nobody is told to try again between its turns, and nothing is made."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:
+        session = await engine.create_session()
+        await turn(engine, session, ids(20, 1))
+        memory = engine._sessions[session].memory
+        assert memory is not None
+        memory.operations.break_with(OSError("made up"))
+        engine.departures.archive_with(lambda name: engine.export_session(name, tmp_path / "a"), "")
+        with pytest.raises(SessionBroken, match="made up"):
+            await turn(engine, session, ids(5, 2))
+        for asked in (
+            lambda: engine.export_session(session, tmp_path / "a"),
+            lambda: engine.departures.archive(session),
+            lambda: engine.truncate_session(session, 3),
+            lambda: engine.fork_session(session, 3),
+            lambda: turn(engine, session, ids(5, 2)),
+        ):
+            with pytest.raises(BadRequest, match=f"^session {session} is closed; create another$") as refusal:
+                await asked()
+            assert not isinstance(refusal.value, SessionBusy)
+        assert list(engine.sessions) == [session]
+        assert os.listdir(tmp_path) == []
+        await engine.close_session(session)
 
 
 @both

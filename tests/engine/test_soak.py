@@ -3,13 +3,16 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import engine.search.soak
 from engine.engine import Engine
-from engine.search.soak import SoakPlan, SoakResult, run_soak
+from engine.errors import BadRequest, SessionBusy
+from engine.protocol import SessionId
+from engine.search.soak import SoakPlan, SoakResult, _Client, run_soak
 from server import main
 
 
@@ -21,6 +24,36 @@ def test_a_soak_leaves_nothing_and_loses_nothing() -> None:
     assert found.wrong == []
     for kind in ("conversations", "turns", "aborts", "forks", "cuts", "restores"):
         assert found.counts[kind] > 0, f"no {kind}: {found.counts}"
+
+
+@pytest.mark.slow
+def test_sessions_that_break_unseen_are_not_wrong() -> None:
+    """One operation in 300 fails: sessions break behind turns that were left, and what is refused after is the fault's."""
+    found = asyncio.run(run_soak(SoakPlan(15.0, seed=1, fault_every=300)))
+    assert found.wrong == []
+    assert found.counts["broken"] > 0, found.counts
+    assert found.counts["faults"] > 0, found.counts
+
+
+@pytest.mark.parametrize(
+    ("error", "phase", "faults", "expected"),
+    [
+        (BadRequest("is closed; create another"), "closed", 3, True),
+        (BadRequest("is broken; create another"), "broken", 3, True),
+        (BadRequest("is closed; create another"), "closed", 4, False),
+        (BadRequest("the prompt has no tokens"), "ready", 3, False),
+        (BadRequest("the archive has no name"), None, 3, False),
+        (SessionBusy("export it between its turns"), "closed", 3, False),
+    ],
+)
+def test_only_a_fault_since_its_last_whole_turn_excuses_a_session(
+    error: BadRequest, phase: str | None, faults: int, expected: bool
+) -> None:  # fmt: skip
+    """Refused with its session gone and a fault since: broken unseen. No fault since, a session that is there, or busy: wrong."""
+    session = SessionId("one")
+    views = {} if phase is None else {session: SimpleNamespace(phase=phase)}
+    client: Any = SimpleNamespace(_engine=SimpleNamespace(sessions=views), _soak=SimpleNamespace(backend=SimpleNamespace(faults=4)))
+    assert _Client._broke_unseen(client, error, session, faults) is expected
 
 
 @pytest.mark.slow
