@@ -4,6 +4,7 @@ Holds `make_plan`. Knows no output format.
 1. A card binds by weights, append ring and sessions against its bytes less what the engine keeps for activations; a node by the blocks of
    its stages against its arena.
 2. Sessions are counted as admission counts them: everything each can need is reserved before it starts.
+3. Stages are cut for the most sessions that fit with any cut, so that how many fit does not depend on how many are asked for.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import BadSetting
 from engine.model.config import ModelConfig
 from engine.plan.boxes import Boxes
-from engine.plan.stages import KeyForm, Rules, StagePlan, divide
+from engine.plan.stages import Cuts, KeyForm, Rules, StagePlan
 from engine.plan.weights import WeightForm, checkpoint_bytes
 
 __all__ = ["Ask", "Bind", "NodePlan", "Plan", "make_plan"]
@@ -96,7 +97,7 @@ class Plan:
 
     @property
     def sessions_max(self) -> int:
-        """Sessions of `ask.tokens` that fit together."""
+        """Sessions of `ask.tokens` that fit together with the best cut."""
         return self.first.sessions
 
     @property
@@ -114,7 +115,7 @@ def make_plan(model: str, config: ModelConfig, engine: EngineConfig, boxes: Boxe
     if ask.tokens > config.context_max:
         raise BadSetting(f"--context {ask.tokens} is more than the model's {config.context_max} tokens")
     rules = Rules(config, engine, ask.form, ask.mtp, boxes.cards_per_stage, ask.keys, ask.replicas)
-    stages = divide(rules, boxes.stages, boxes.stages_a_node, _reach(ask.tokens, engine), ask.sessions)
+    stages = _cut(boxes, ask, rules)
     nodes, binds = _against(boxes, ask, stages)
     resident = replace(rules, engine=replace(engine, placement="resident"))
     layout = stages[0].layout
@@ -131,7 +132,7 @@ def make_plan(model: str, config: ModelConfig, engine: EngineConfig, boxes: Boxe
         stages=stages,
         nodes=nodes,
         binds=binds,
-        resident_sessions=_sessions(boxes, ask, resident, _reach(ask.tokens, engine)),
+        resident_sessions=_sessions(boxes, ask, _cut(boxes, ask, resident)),
         tokens_max=_longest(boxes, ask, rules, stages),
         notes=_notes(engine, boxes, ask),
     )
@@ -140,6 +141,11 @@ def make_plan(model: str, config: ModelConfig, engine: EngineConfig, boxes: Boxe
 def _reach(tokens: int, engine: EngineConfig) -> int:
     """Positions that admission reserves: drafts reach past a session's end (`engine/loop.py`). `auto` may draft as deep as any."""
     return tokens + 3 * (7 if engine.draft_depth is None else engine.draft_depth)
+
+
+def _arena(boxes: Boxes, ask: Ask) -> int:
+    """Bytes of a node's RAM for histories."""
+    return min(ask.arena_bytes or boxes.arena_bytes_max, boxes.ram_bytes)
 
 
 def _against(boxes: Boxes, ask: Ask, stages: tuple[StagePlan, ...]) -> tuple[tuple[NodePlan, ...], tuple[Bind, ...]]:
@@ -151,7 +157,7 @@ def _against(boxes: Boxes, ask: Ask, stages: tuple[StagePlan, ...]) -> tuple[tup
         what: Binds = "weights" if room < 0 else "VRAM"
         binds.append(Bind(what, f"a card of stage {number}", sessions, room, stage.session.card))
     nodes = []
-    arena = min(ask.arena_bytes or boxes.arena_bytes_max, boxes.ram_bytes)
+    arena = _arena(boxes, ask)
     for node in sorted({stage.node for stage in stages}):
         held = [stage.session for stage in stages if stage.node == node]
         plan = NodePlan(node, sum(each.host_rows for each in held), sum(each.host_keys for each in held), arena)
@@ -161,10 +167,26 @@ def _against(boxes: Boxes, ask: Ask, stages: tuple[StagePlan, ...]) -> tuple[tup
     return tuple(nodes), tuple(binds)
 
 
-def _sessions(boxes: Boxes, ask: Ask, rules: Rules, tokens: int) -> int:
-    """Sessions of `tokens` rows that fit by other rules, with stages cut for them."""
-    _, binds = _against(boxes, ask, divide(rules, boxes.stages, boxes.stages_a_node, tokens, 1))
-    return min(bind.sessions for bind in binds)
+def _sessions(boxes: Boxes, ask: Ask, stages: tuple[StagePlan, ...]) -> int:
+    """Sessions of `ask.tokens` that fit with these stages."""
+    return min(bind.sessions for bind in _against(boxes, ask, stages)[1])
+
+
+def _cut(boxes: Boxes, ask: Ask, rules: Rules) -> tuple[StagePlan, ...]:
+    """Stages with which as many sessions of `ask.tokens` fit as with any, cut for that number; how many are asked for plays no part."""
+    cuts = Cuts(rules, boxes.stages, boxes.stages_a_node, _reach(ask.tokens, rules.engine))
+    card, ram = boxes.usable_card_bytes, _arena(boxes, ask)
+    most, step = 0, 1
+    while most < _SESSIONS_MAX and (found := cuts.within(most + step, card, ram)) is not None:
+        most, step = max(most + step, _sessions(boxes, ask, found)), 2 * step
+    over = most + step
+    while most + 1 < over:
+        middle = (most + over) // 2
+        most, over = (middle, over) if cuts.within(middle, card, ram) is not None else (most, middle)
+    if most:
+        return cuts.within(most, card, ram) or cuts.even(most)
+    one = cuts.even(1)  # even one session is too many; where the weights alone are, the cut with the least of them
+    return one if max(stage.fixed for stage in one) <= card else cuts.even(0)
 
 
 def _longest(boxes: Boxes, ask: Ask, rules: Rules, stages: tuple[StagePlan, ...]) -> int:

@@ -2,13 +2,13 @@
 
 Knows no capacity: `capacity.py` compares with what there is.
 
-1. Stages are cut where the fullest card is least full, with the sessions that were asked for; a cut may go through a selection group, whose
-   second part then has a slot map and, as the engine's layout has it, index keys of its own.
+1. Stages are cut where the fullest card is least full with some number of sessions, or where a node's RAM takes them; a cut
+   may go through a selection group, whose second part then has a slot map and, as the engine lays it out, index keys of its own.
 2. The first stage has the embedding, the last the final norm, head and MTP block, and the embedding again if there is such a block.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from engine.config import HOT_ROWS, EngineConfig
@@ -21,7 +21,7 @@ from memory.pool import allocated
 from memory.ring import AppendRing
 from memory.row import key_format, key_layout, row_layout
 
-__all__ = ["KeyForm", "Rules", "SessionBytes", "StagePlan", "divide"]
+__all__ = ["Cuts", "KeyForm", "Rules", "SessionBytes", "StagePlan"]
 
 KeyForm: TypeAlias = Literal["auto", "bf16", "f32", "e4m3"]
 
@@ -126,26 +126,78 @@ class StagePlan:
         """What a card holds without any session."""
         return self.weights.card + self.append_ring
 
+    def load(self, sessions: int) -> int:
+        """What a card holds with `sessions` sessions."""
+        return self.fixed + sessions * self.session.card
 
-def divide(rules: Rules, stages: int, stages_a_node: int, tokens: int, sessions: int) -> tuple[StagePlan, ...]:
-    """Cut the layers into `stages` stages (fewer if there are fewer layers), for `sessions` sessions of `tokens` rows."""
-    whole = rules.config.layers
-    stages = min(stages, whole)
 
-    def stage(number: int, layers: range) -> StagePlan:
-        layout = rules.layout(layers)
-        mtp = rules.mtp and layers.stop == whole
-        session = rules.session(layout, tokens)
-        return StagePlan(
-            number // stages_a_node, layers, mtp, layout, rules.stage_weights(layers), rules.append_ring(layout), session
-        )  # fmt: skip
+class Cuts:
+    """Ways to cut a model's layers into `stages` stages (fewer if there are fewer layers), for sessions of `tokens` rows."""
 
-    def load(first: int, stop: int) -> int:
-        each = stage(0, range(first, stop))
-        return each.fixed + sessions * each.session.card
+    def __init__(self, rules: Rules, stages: int, stages_a_node: int, tokens: int) -> None:
+        self._rules, self._tokens = rules, tokens
+        self._layers = rules.config.layers
+        self._stages, self._stages_a_node = min(stages, self._layers), stages_a_node
+        self._parts: dict[tuple[int, int], StagePlan] = {}
 
-    cuts = _cuts(whole, stages, load) if stages > 1 else [(0, whole)]
-    return tuple(stage(number, range(first, stop)) for number, (first, stop) in enumerate(cuts))
+    def even(self, sessions: int) -> tuple[StagePlan, ...]:
+        """The cut whose fullest card is least full with `sessions` sessions."""
+
+        def load(first: int, stop: int) -> int:
+            return self._part(first, stop).load(sessions)
+
+        return self._placed(_cuts(self._layers, self._stages, load) if self._stages > 1 else [(0, self._layers)])
+
+    def within(self, sessions: int, card_bytes: int, ram_bytes: int) -> tuple[StagePlan, ...] | None:
+        """A cut with which every card and every node's RAM holds `sessions` sessions, the even one if it does; None: no cut does."""
+        even = self.even(sessions)
+        if max(stage.load(sessions) for stage in even) > card_bytes:
+            return None  # nor does any other: the fullest card of this one is least full
+        held = [sum(stage.session.host for stage in even if stage.node == node) for node in range(even[-1].node + 1)]
+        if sessions * max(held) <= ram_bytes:
+            return even
+        if sessions * self._part(0, self._layers).session.host > ram_bytes * len(held):
+            return None  # a cut never takes less RAM than no cut
+        return self._by_nodes(sessions, card_bytes, ram_bytes, len(held))
+
+    def _by_nodes(self, sessions: int, card_bytes: int, ram_bytes: int, nodes: int) -> tuple[StagePlan, ...] | None:
+        """Any cut within, node after node: up to each layer the stages of one node with the least RAM."""
+        reached: dict[int, list[tuple[int, int]]] = {0: []}
+        for node in range(nodes):
+            stages = min(self._stages_a_node, self._stages - node * self._stages_a_node)
+            grown: dict[int, list[tuple[int, int]]] = {}
+            for start, before in reached.items():
+                held = {start: (0, before)}
+                for _ in range(stages):
+                    more: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+                    for first, (host, parts) in held.items():
+                        for stop in range(first + 1, self._layers + 1):
+                            part = self._part(first, stop)
+                            total = host + part.session.host
+                            if part.load(sessions) > card_bytes or sessions * total > ram_bytes:
+                                break  # more layers take more
+                            if stop not in more or total < more[stop][0]:
+                                more[stop] = (total, [*parts, (first, stop)])
+                    held = more
+                for stop, (_, parts) in held.items():
+                    grown.setdefault(stop, parts)
+            reached = grown
+        found = reached.get(self._layers)
+        return None if found is None else self._placed(found)
+
+    def _part(self, first: int, stop: int) -> StagePlan:
+        part = self._parts.get((first, stop))
+        if part is None:
+            rules, layers = self._rules, range(first, stop)
+            layout = rules.layout(layers)
+            part = self._parts[first, stop] = StagePlan(
+                0, layers, rules.mtp and stop == self._layers, layout, rules.stage_weights(layers), rules.append_ring(layout),
+                rules.session(layout, self._tokens),
+            )  # fmt: skip
+        return part
+
+    def _placed(self, cuts: list[tuple[int, int]]) -> tuple[StagePlan, ...]:
+        return tuple(replace(self._part(*cut), node=number // self._stages_a_node) for number, cut in enumerate(cuts))
 
 
 def _cuts(layers: int, stages: int, load: Callable[[int, int], int]) -> list[tuple[int, int]]:

@@ -79,6 +79,7 @@ class LayerBytes:
         return LayerBytes(self.whole + other.whole, self.card + other.card, self.experts + other.experts)
 
 
+@lru_cache(maxsize=16)
 def checkpoint_bytes(config: ModelConfig, form: WeightForm, *, mtp: bool) -> int:
     """Bytes of all tensors as a checkpoint stores them."""
     packed = form.packed(config.layers)

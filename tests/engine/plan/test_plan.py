@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.glm import Model, load_model
 from engine.model.named import NAMED
 from engine.plan import Ask, Boxes, Plan, WeightForm, make_plan
-from engine.plan.stages import Rules, StagePlan, divide
+from engine.plan.stages import Cuts, Rules, StagePlan
 from engine.plan.weights import checkpoint_bytes, layer_bytes
 from engine.sampling import Sampling
 from kernels.layout import BLOCK_ROWS
@@ -144,7 +145,7 @@ def test_the_longest_history_is_just_enough() -> None:
 def test_every_layer_is_in_one_stage_and_the_fullest_card_is_no_fuller_than_even_cuts_make_it() -> None:
     """Stages cover the layers in order, once; the largest load is at most that of cuts every ten layers."""
     rules = Rules(GLM, EngineConfig(), WeightForm("int4"), True, 2)
-    stages = divide(rules, 8, 4, M, 15)
+    stages = Cuts(rules, 8, 4, M).even(15)
     assert [layer for stage in stages for layer in stage.layers] == list(range(78))
     assert [stage.node for stage in stages] == [0, 0, 0, 0, 1, 1, 1, 1]
 
@@ -154,6 +155,50 @@ def test_every_layer_is_in_one_stage_and_the_fullest_card_is_no_fuller_than_even
 
     even = max(load(range(first, min(first + 10, 78))) for first in range(0, 78, 10))
     assert max(stage.fixed + 15 * stage.session.card for stage in stages) <= even
+
+
+SMALL_BOXES = {
+    "VRAM": Boxes(nodes=2, cards=2, cards_per_stage=1, card_bytes=3 * GIB // 2, ram_bytes=4 << 40),
+    "RAM": Boxes(nodes=2, cards=1, cards_per_stage=1, card_bytes=8 * GIB, ram_bytes=256 * MIB),
+    "uneven": Boxes(nodes=3, cards=1, cards_per_stage=1, card_bytes=2 * GIB, ram_bytes=128 * MIB),
+}
+
+
+@pytest.mark.parametrize("box", SMALL_BOXES)
+@pytest.mark.parametrize("tokens", [700, 4000])
+def test_at_most_is_what_the_best_of_all_cuts_holds_whatever_is_asked(box: str, tokens: int) -> None:
+    """No cut of a model of seven layers holds more; so many fit when asked for, one more does not; asking for 1 says the same number."""
+    boxes, types = SMALL_BOXES[box], ["full", "shared", "full", "shared", "shared", "full", "shared"]
+    layers = {"num_hidden_layers": 7, "indexer_types": types, "mlp_layer_types": ["dense"] + 6 * ["sparse"]}
+    config = ModelConfig.read(tiny_config(**layers))
+    engine = EngineConfig(hot_rows=512, append_chunk_rows=256, draft_depth=0)
+
+    def at_most(sessions: int) -> Plan:
+        return make_plan("tiny", config, engine, boxes, Ask(tokens, sessions, WeightForm("f32"), True))
+
+    rules, usable, arena = Rules(config, engine, WeightForm("f32"), True, 1), boxes.usable_card_bytes, boxes.arena_bytes_max
+    best = 0
+    for inner in combinations(range(1, 7), boxes.stages - 1):
+        parts = [range(first, stop) for first, stop in pairwise((0, *inner, 7))]
+        held = [rules.session(rules.layout(part), tokens) for part in parts]
+        fixed = [rules.stage_weights(part).card + rules.append_ring(rules.layout(part)) for part in parts]
+        cards = min((usable - each) // session.card for each, session in zip(fixed, held, strict=True))
+        step = boxes.stages_a_node
+        nodes = min(arena // sum(each.host for each in held[first : first + step]) for first in range(0, len(held), step))
+        best = max(best, min(cards, nodes))
+    assert best > 0
+    plans = {sessions: at_most(sessions) for sessions in (1, best, best + 1)}
+    assert {plan.sessions_max for plan in plans.values()} == {best}
+    assert [plan.fits for plan in plans.values()] == [True, True, False]
+
+
+def test_at_most_of_a_named_model_does_not_depend_on_what_is_asked() -> None:
+    """GLM-5.3 on 16 cards of 32 GiB: asked for 1, for the most or for one more, the same number fits, and one more does not."""
+    boxes = Boxes(card_bytes=32 * GIB)
+    most = planned(M, 1, boxes=boxes, mtp=True, form=WeightForm("int4")).sessions_max
+    assert most > 1
+    plans = [planned(M, sessions, boxes=boxes, mtp=True, form=WeightForm("int4")) for sessions in (most, most + 1)]
+    assert [(plan.sessions_max, plan.fits) for plan in plans] == [(most, True), (most, False)]
 
 
 def test_more_stages_than_layers_leave_cards_empty() -> None:
