@@ -7,12 +7,14 @@ Pure functions over checked tools. Which argument is written raw and which as JS
 
 1. Arguments come in the order that the schema has them, each at most once, required ones always; others than the declared do not come.
 2. A value that may be a string and something else is free text: the parser decides what it is.
-3. Of a string `enum`, `const`, `minLength`, `maxLength` and `pattern` are kept; every other value is JSON of its schema.
-4. A strict tool is refused for what cannot be kept of its schema; of other tools that is left out.
+3. Of a string `enum` and `const` are kept, and `minLength`, `maxLength` and `pattern` as far as the library can count (`raw_text.py`);
+   every other value is JSON of its schema.
+4. A strict tool is refused for what cannot be kept of its schema, long counts of a string excepted; of other tools that is left out.
 """
 
 from collections.abc import Mapping, Sequence
 
+from engine.api.raw_text import ALL, bounded
 from engine.api.tools import Tool, function_of, name_of, schemas_of
 from engine.errors import BadRequest
 from engine.grammar import Form
@@ -21,10 +23,8 @@ from engine.text.argument_kinds import ToolSchemas, is_json_string, resolved
 
 __all__ = ["call_rules", "calls_form"]
 
-_LENGTH_MAX = 4_096  # of a string: a longer one is not counted
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _END = "</tool_call>"
-_ALL = "(?s:.*)"
 
 
 def calls_form(tools: Sequence[Tool], choice: object, *, parallel: bool) -> Form | None:
@@ -76,7 +76,7 @@ class _Rules:
         self._strict = function.get("strict") is True
         self._root = function.get("parameters")
         self._lines: list[str] = []
-        body = self._raw("R", _ALL, _END) if free else f"{self._arguments()} {quoted(_END)}"
+        body = self._raw("R", ALL, _END) if free else f"{self._arguments()} {quoted(_END)}"
         self._lines.insert(0, f"{self.name}: {quoted(self._tool)} {body}")
         self.text = "\n".join(self._lines)
 
@@ -99,7 +99,7 @@ class _Rules:
 
     def _any_argument(self) -> str:
         name = f"a{self._index}"
-        self._lines.append(f"{name}: {quoted(_KEY)} /[^<\\s]+/ {quoted(_KEY_END + _VALUE)} {self._raw('A', _ALL, _VALUE_END)}")
+        self._lines.append(f"{name}: {quoted(_KEY)} /[^<\\s]+/ {quoted(_KEY_END + _VALUE)} {self._raw('A', ALL, _VALUE_END)}")
         return name
 
     def _argument(self, place: int, argument: str, schema: object) -> str:
@@ -109,9 +109,9 @@ class _Rules:
         kinds = self._schemas.kinds(self._tool, argument)
         found = resolved(schema, self._root)
         if is_json_string(kinds):
-            value = self._string(place, found)
+            value = self._string(place, argument, found)
         elif not kinds or "string" in kinds:
-            value = self._raw(f"V{place}", _ALL, _VALUE_END)
+            value = self._raw(f"V{place}", ALL, _VALUE_END)
         else:
             value = f"{json_value(self._whole(schema), lenient=not self._strict)} {quoted(_VALUE_END)}"
         self._lines.append(f"{name}: {quoted(_KEY + argument + _KEY_END + _VALUE)} {value}")
@@ -123,37 +123,35 @@ class _Rules:
         root = self._root if isinstance(self._root, Mapping) else {}
         return {**{word: root[word] for word in ("$defs", "definitions") if word in root}, **own}
 
-    def _string(self, place: int, schema: Mapping[str, object]) -> str:
+    def _string(self, place: int, argument: str, schema: Mapping[str, object]) -> str:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             texts = [text for text in values if isinstance(text, str) and _VALUE_END not in text]
+            if not texts:
+                raise BadRequest(f"tools: {argument} of {self._tool} has no value that a call can hold: correct its enum", field="tools")
             return "(" + " | ".join(quoted(text + _VALUE_END) for text in texts) + ")"
-        return self._raw(f"V{place}", self._inner(schema), _VALUE_END, _length(schema))
+        inner, length = bounded(schema, self._inner(schema))
+        if inner is None:
+            raise BadRequest(f"tools: {argument} of {self._tool} has a minLength above its maxLength", field="tools")
+        return self._raw(f"V{place}", inner, _VALUE_END, length)
 
     def _inner(self, schema: Mapping[str, object]) -> str:
         """A regular expression for the whole string, of a schema's pattern, which may match anywhere."""
         regex = schema.get("pattern")
         if not isinstance(regex, str):
-            return _ALL
+            return ALL
         start, end = regex.startswith("^"), regex.endswith("$") and not regex.endswith("\\$")
         inner = regex[start : len(regex) - end]
         if "|" in regex and (start or end):
             if self._strict:
                 raise BadRequest(f"tools: the pattern of an argument of {self._tool} has both an anchor and |: group it", field="tools")
-            return _ALL
-        return f"{'' if start else _ALL}({inner}){'' if end else _ALL}"
+            return ALL
+        return f"{'' if start else ALL}({inner}){'' if end else ALL}"
 
     def _raw(self, name: str, inner: str, end: str, length: str = "") -> str:
         """Text that matches `inner`, then the mark `end`, which the text does not hold. One terminal: the lexer is greedy."""
         terminal = f"{name}_{self._index}"
-        parts = [pattern(inner)] if inner != _ALL or not length else []
+        parts = [pattern(inner)] if inner != ALL or not length else []
         parts += [length] if length else []
-        self._lines.append(f"{terminal}: ({' & '.join([*parts, '~' + pattern(_ALL + end + _ALL)])}) {quoted(end)}")
+        self._lines.append(f"{terminal}: ({' & '.join([*parts, '~' + pattern(ALL + end + ALL)])}) {quoted(end)}")
         return terminal
-
-
-def _length(schema: Mapping[str, object]) -> str:
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    low = least if isinstance(least, int) and 0 <= least <= _LENGTH_MAX else 0
-    high = most if isinstance(most, int) and 0 <= most <= _LENGTH_MAX else None
-    return pattern(f"(?s:.{{{low},{'' if high is None else high}}})") if low or high is not None else ""

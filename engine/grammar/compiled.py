@@ -133,11 +133,23 @@ class Grammars:
         matcher = LLMatcher(self._vocabulary.library, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first mask costs most: copies begin with what it found
+        for text in () if matcher.is_error() else _terminals(form):
+            begun = LLMatcher(self._vocabulary.library, text, log_level=0, limits=limits)
+            if not begun.is_error():
+                begun.compute_bitmask()
+            if begun.is_error():  # the generation would come to it
+                return _line(begun.get_error())
         return _line(matcher.get_error()) if matcher.is_error() else matcher
+
+
+def _terminals(form: Form) -> list[str]:
+    """A grammar of each terminal that calls have for their raw values: what costs too much shows when one begins."""
+    bodies = dict.fromkeys(re.findall(r"^[A-Z]\w*: (.*)$", form.grammar, re.M)) if form.calls else ()
+    return [f"start: VALUE\nVALUE: {body}" for body in bodies]
 
 
 def _line(message: str) -> str:
     """A message of the library on one line, without where in our grammar it was, what it quotes of that, and its own state."""
-    message = message.split(" <state>")[0].replace("NoExtensionBias", "no text is of this form")
+    message = message.split("<state>")[0].replace("NoExtensionBias", "no text is of this form")
     said = re.split(r"\n +\d+ \| ", re.sub(r"^at \d+\(\d+\): ", "", message))[0]
     return " ".join(said.split())[:300]

@@ -169,6 +169,11 @@ def test_expressions_are_written_between_slashes(regex: str, wanted: str) -> Non
         ({"tools": [tool(strict=True, parameters={"anyOf": [SCHEMA]})]}, "tools"),
         ({"tools": [tool(strict=True, parameters={"properties": {"a": {**STRING, "pattern": "^a|b"}}})]}, "tools"),
         ({"tools": [tool(parameters={"properties": {"<a>": STRING}})], "tool_choice": "required"}, "tools"),
+        *(
+            ({"tools": [tool(strict=strict, parameters={"properties": {"a": {**STRING, **said}}})], "tool_choice": choice}, "tools")
+            for said in ({"enum": []}, {"enum": [3]}, {"const": 3}, {"enum": ["</arg_value>"]}, {"minLength": 9, "maxLength": 8})
+            for strict, choice in ((False, "required"), (True, "auto"))
+        ),
     ],
 )
 def test_what_is_no_form_names_its_field(fields: dict[str, Any], field: str) -> None:

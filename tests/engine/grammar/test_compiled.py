@@ -1,12 +1,15 @@
 """Grammars of an engine: compiled once, off the loop, kept within bounds, and refused in a line where the library is not there."""
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy
 import pytest
 
+from engine.api.call_grammar import calls_form
 from engine.errors import BadRequest, NotAdmitted
 from engine.grammar import compiled
 from engine.grammar.compiled import Grammars
@@ -99,3 +102,42 @@ async def test_grammars_made_to_cost_are_refused(grammars: Grammars, text: str) 
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     await grammars.compiled(Form("start: /a/", "f"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *({"minLength": low, "maxLength": high} for low in (1, 16, 32, 64) for high in (32, 33, 64, 255, 4_096) if low <= high),
+        {"maxLength": 64}, {"maxLength": 4_096}, {"minLength": 55}, {"minLength": 4_096}, {"pattern": "^.{1,100}$"},
+        {"pattern": "^a.{0,99}b$"}, {"pattern": "^.{1,30}-.{1,30}$"}, {"pattern": "^.{1,16}-.{1,16}$"}, {"pattern": "^(.{1,9}){9}$"},
+        {"pattern": "x{2,50}"}, {"pattern": ".{1,8}x.{1,8}"}, {"pattern": "^<.*[a-z]{1,8}.{1,8}>$"},
+        {"pattern": "^.{1,16}$", "minLength": 1, "maxLength": 16}, {"pattern": "^[a-z_]{1,64}$", "minLength": 1, "maxLength": 4_096},
+        {"pattern": r"^\S+$", "minLength": 1, "maxLength": 64}, {"pattern": "^[^\\n]{1,100}$"}, {"pattern": "^[ -~]{1,100}$"},
+    ],
+)  # fmt: skip
+async def test_strings_of_calls_can_be_written(grammars: Grammars, schema: dict[str, Any]) -> None:
+    """Usual lengths and patterns do not cost more than a step may: random values, and ones full of beginnings of the mark, go on."""
+    parameters = {"type": "object", "properties": {"s": {"type": "string", **schema}}, "required": ["s"]}
+    form = calls_form([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required", parallel=False)
+    assert form is not None
+    begun = await grammars.compiled(form)
+    tokenizer = grammars._tokenizer
+    for seed in range(3):
+        chance, matcher, words = random.Random(seed), begun.deep_copy(), numpy.zeros(2048 // 32 + 1, dtype=numpy.int32)
+        for token in tokenizer.encode("<tool_call>f<arg_key>s</arg_key><arg_value>"):
+            assert matcher.consume_token(token)
+        for _ in range(60):
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            assert not matcher.is_error(), matcher.get_error()
+            allowed = numpy.unpackbits(words.view(numpy.uint8), bitorder="little")[:2027].nonzero()[0].tolist()
+            marks = [token for token in tokenizer.encode("</arg_value") if token in allowed]
+            if not allowed:
+                break
+            assert matcher.consume_token(chance.choice(marks if marks and seed else allowed))
+
+
+async def test_a_value_that_costs_too_much_is_refused_before_a_request_begins(grammars: Grammars) -> None:
+    """What a step could not pay for inside a call is found when the grammar is compiled."""
+    text = r'start: "x" V\nV: (/.{1,999}/ & ~/(?s:.*)<\/arg_value>(?s:.*)/) "</arg_value>"'.replace("\\n", "\n")
+    with pytest.raises(BadRequest, match=r"^tool_choice: [a-z: ]*too many[a-z ]*$"):
+        await grammars.compiled(Form(text, "tool_choice", calls=True))
