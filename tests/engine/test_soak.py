@@ -26,15 +26,6 @@ def test_a_soak_leaves_nothing_and_loses_nothing() -> None:
         assert found.counts[kind] > 0, f"no {kind}: {found.counts}"
 
 
-@pytest.mark.slow
-def test_sessions_that_break_unseen_are_not_wrong() -> None:
-    """One operation in 300 fails: sessions break behind turns that were left, and what is refused after is the fault's."""
-    found = asyncio.run(run_soak(SoakPlan(15.0, seed=1, fault_every=300)))
-    assert found.wrong == []
-    assert found.counts["broken"] > 0, found.counts
-    assert found.counts["faults"] > 0, found.counts
-
-
 @pytest.mark.parametrize(
     ("error", "phase", "faults", "expected"),
     [
