@@ -11,7 +11,7 @@ SOAK_JSON ?= soak.json
 # One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test browser slow check check-static format clean
+.PHONY: demo test browser slow soak check check-static format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/forebay demo
