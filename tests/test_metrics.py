@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import structlog
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
 from structlog.testing import capture_logs
@@ -161,6 +163,7 @@ async def test_openmetrics_is_given_to_those_who_ask() -> None:
 async def test_scrapes_write_no_line() -> None:
     """A scrape every few seconds, and a page's files, leave the log to the requests."""
     async with served(FakeEngine([words("x")])) as client:
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG))  # a command's test may have left another
         with capture_logs() as logs:
             for path in ("/metrics", "/", "/statistics"):
                 await (await client.get(path)).read()

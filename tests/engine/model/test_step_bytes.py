@@ -1,6 +1,7 @@
 """Bytes that a step reads, against sums over the tensors of tiny models."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,12 @@ class _Shapes:
 
     def read(self, name: str) -> torch.Tensor:
         return torch.empty(self._shapes[name], dtype=torch.float32 if name.endswith("bias") else torch.bfloat16, device="meta")
+
+    def read_ahead(self, names: Collection[str]) -> None:
+        """Nothing is read at all."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def test_the_slice_reads_what_its_widths_say(monkeypatch: pytest.MonkeyPatch) -> None:
