@@ -41,6 +41,12 @@ class Bucket:
     table: StepTable
     sampling: SamplingTable
     members: tuple[Request, ...] = ()
+    written: Event[None] | None = None  # the last rewrite of its tables
+
+    @property
+    def names_members(self) -> bool:
+        """Whether the last rewrite ran: one that failed left those before in the table, who may be gone."""
+        return self.written is not None and self.written.done() and self.written.error() is None
 
 
 @dataclass(slots=True)
@@ -131,7 +137,8 @@ class Batches:
 
         # A replay is over when compute is; of a failed step that was issued anew, something may still read the table on another stream.
         after = () if bucket.step.recorded else self._stage.streams.fences()
-        return self._stage.streams.compute.submit(rewrite, label="table.rewrite", after=after)
+        bucket.written = self._stage.streams.compute.submit(rewrite, label="table.rewrite", after=after)
+        return bucket.written
 
     def forget(self, request: Request) -> None:
         """The request has left: the next step on a bucket that names it rewrites its tables."""

@@ -169,6 +169,7 @@ class Decoding:
         _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])
         # The plans speak of places: once the table names other sessions there, they are of no use, and the maps go with their sessions.
         same_table = following is None or following.bucket is not flight.bucket or following.members == flight.members
+        same_table = same_table and flight.bucket.names_members
         left = (*self.stage.streams.fences(), *([flight.bucket.step.abort(flight.bucket.table, session="")] if same_table else []))
         for request in flight.members:
             assert request.session.memory is not None, "memory outlives the steps that read it"

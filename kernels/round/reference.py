@@ -150,7 +150,9 @@ def plan_round(
 
 def clear_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:
     place, live = live_rows(table, place_of)
-    chosen = ((plan.fill >= 0) & live[:, None]).flatten().nonzero().flatten()
+    # A plan that did not run is an earlier step's, whose places may have had more slots.
+    slots_max = table[place.clamp_min(0), table_layout.group(group, GroupField.SLOTS_MAX)]
+    chosen = ((plan.fill >= 0) & (plan.fill < slots_max[:, None]) & live[:, None]).flatten().nonzero().flatten()
     owner = place[chosen // plan.picks]
     # The slots' own positions, not the selection: a later step may have overwritten that, and unmapping too much only costs misses.
     slots = table[owner, table_layout.group(group, GroupField.POSITION_OF)] + 4 * plan.fill.flatten()[chosen].long()
