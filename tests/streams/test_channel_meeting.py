@@ -1,0 +1,157 @@
+"""Who may speak over a channel: keys, versions, proofs, and strangers, who learn nothing and hold nobody up."""
+
+import asyncio
+import hmac
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from streams import ChannelLimits, PeerLost, Reason, Terms, connect, listen
+from streams.frame import VERSION, Hello, head_of
+from streams.handshake import BadKey, Handshake, read_key
+from streams.tcp import TcpChannel
+from tests.streams.channel_world import KEY, Cable, loopback, terms, turns
+
+LIMITS = ChannelLimits(frame_bytes_max=1 << 20, queue_max=64, silence_ms_max=1000, beat_ms=200)
+
+
+def reason_of(channel: TcpChannel) -> Reason:
+    error = channel.ended.error()
+    assert isinstance(error, PeerLost), f"{channel!r} did not lose its peer"
+    return error.reason
+
+
+async def ended_with(cable: Cable) -> Reason:
+    """The reason for which the right end ended, everything of it settled."""
+    await turns()
+    assert cable.two.ended.done(), f"{cable.two!r} goes on"
+    assert cable.right.gone
+    return reason_of(cable.two)
+
+
+@pytest.mark.parametrize(
+    ("key", "mine", "reason"),
+    [
+        (b"another key of sixteen", terms(1), Reason.UNAUTHENTICATED),
+        (KEY, terms(1, "another model"), Reason.MISMATCH),
+        (KEY, terms(1, layer_map=((0, 40), (40, 38))), Reason.MISMATCH),
+        (KEY, terms(0), Reason.MISMATCH),
+    ],
+)
+async def test_who_does_not_belong_is_refused_and_the_next_one_served(key: bytes, mine: Terms, reason: Reason) -> None:
+    """A wrong key, model, layer map or stage is refused with the same reason on both sides, logged, and harms no other channel."""
+    async with loopback() as (one, two, listener):
+        with capture_logs() as logs, pytest.raises(PeerLost) as lost:
+            await connect("127.0.0.1", listener.port, key=key, terms=mine)
+        assert lost.value.reason == reason
+        assert [(log["event"], log["reason"]) for log in logs] == [("channel.refused", str(reason))]
+        asked = two.receive_bytes(kind="m", step=0, bytes_max=9)
+        one.send(b"fine", kind="m", step=0)
+        assert await asked == b"fine"
+        again = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+        await again.close()
+
+
+async def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
+    """What a listener has said before anybody proved the key is its challenge alone."""
+    cable = Cable(LIMITS)
+    assert cable.right.out == head_of(Hello(bytes(cable.right.out)[25:57]), 0, 0, 0)
+    cable.left.out.clear()
+    await cable.settle()
+    assert not cable.right.out
+
+
+async def test_a_challenge_sent_back_is_refused() -> None:
+    """An end that gets its own frames back, challenge first, refuses; so does one that gets its own proof for another's challenge."""
+    cable = Cable(LIMITS)
+    cable.right.feed(cable.right.out)
+    assert await ended_with(cable) == Reason.UNAUTHENTICATED
+    connecting = Cable(LIMITS)
+    connecting.move(connecting.right)
+    proof = bytes(connecting.left.out)[128:]
+    assert len(proof) > 128, "no proof was made"
+    connecting.left.feed(proof)
+    await turns()
+    assert reason_of(connecting.one) in (Reason.UNAUTHENTICATED, Reason.OUT_OF_STEP)
+
+
+def test_a_proof_counts_for_its_part_its_terms_and_its_connection_only() -> None:
+    """A proof is refused from the wrong part, with other terms, or on a connection with other nonces; the right one passes."""
+    connects, listens = Handshake(KEY, terms(1), connects=True), Handshake(KEY, terms(0), connects=False)
+    listens.take(connects.begin(), b"")
+    answer = connects.take(listens.begin(), b"")
+    assert answer is not None
+    proof, payload = answer
+
+    def fresh(connects_itself: bool, nonce: Hello) -> Handshake:
+        one = Handshake(KEY, terms(0), connects=connects_itself)
+        one.take(nonce, b"")
+        return one
+
+    with pytest.raises(PeerLost, match="did not prove"):
+        fresh(False, connects.begin()).take(proof, payload)  # other nonces
+    with pytest.raises(PeerLost, match="did not prove"):
+        listens.take(proof, msgspec.msgpack.encode(terms(1, "forged")))
+    mirrored = Handshake(KEY, terms(0), connects=True)
+    mirrored._nonce = listens._nonce
+    mirrored.take(connects.begin(), b"")
+    with pytest.raises(PeerLost, match="did not prove"):
+        mirrored.take(proof, payload)  # the same nonces and key, but both sides connect
+    assert listens.take(proof, payload) is not None
+    listens.agree()
+    assert listens.done
+    with pytest.raises(PeerLost, match="where the handshake has none"):
+        listens.take(proof, payload)
+
+
+def test_the_proof_is_an_hmac_over_all_that_was_said() -> None:
+    """The proof equals an HMAC-SHA256 written out here from the page's description."""
+    one = Handshake(KEY, terms(1), connects=True)
+    answer = one.take(Hello(b"n" * 32), b"")
+    assert answer is not None
+    proof, payload = answer
+    text = b"\0".join((b"forebay channel", b"connects", bytes((VERSION,)), one.begin().nonce, b"n" * 32, payload))
+    assert proof.mac == hmac.new(KEY, text, "sha256").digest()
+
+
+async def test_another_version_is_named() -> None:
+    """A peer of another protocol version is refused by that reason, whatever else its head says."""
+    cable = Cable(LIMITS)
+    hello = bytearray(cable.left.out)
+    hello[2] = VERSION + 1
+    cable.right.feed(hello)
+    assert await ended_with(cable) == Reason.VERSION
+    assert "speaks version" in str(cable.two.ended.error())
+
+
+def test_a_key_file_that_is_none_says_what_to_do(tmp_path: Path) -> None:
+    """A missing, short or huge key file is one line naming it; white space around a key does not count."""
+    path = tmp_path / "key"
+    for content in (None, b"short", b" " * 40, b"x" * 5000):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(BadKey, match=str(path)) as bad:
+            read_key(path)
+        assert "\n" not in str(bad.value)
+    path.write_bytes(b"\n 0123456789abcdef \n")
+    assert read_key(path) == b"0123456789abcdef"
+
+
+async def test_more_strangers_than_there_is_room_for_are_let_go() -> None:
+    """Sixteen connections may be in their handshake; the next is let go at once, and there is room again when they have gone."""
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
+    streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(16)]
+    for reader, _ in streams:
+        await reader.readexactly(128)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    assert await reader.read() == b""
+    writer.close()
+    for _, writer in streams:
+        writer.close()
+        await writer.wait_closed()
+    await turns(20)
+    one = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+    await one.close()
+    await listener.close()
