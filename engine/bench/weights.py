@@ -4,6 +4,8 @@ Every form is a checkpoint that `forebay convert` makes, read back as the engine
 
 Invariants:
 1. All forms are judged on the same rows, tokens and bytes; agreement is with the bf16 checkpoint, at every position behind the true text.
+2. Two texts: "held out", files of the standard library that no model of ours was trained on, which the packaged one may have seen
+   (docs/demo_model.md), and "unseen", pip's modules. A machine without pip judges the first alone.
 """
 
 import math
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from engine.convert import Recipe, convert
 from engine.convert.recipe import Form
-from engine.demo_training.corpus import held_out_stream
+from engine.demo_training.corpus import Stream, held_out_stream, outside_stream
 from engine.demo_training.export import network_of
 from engine.demo_training.network import Network
 from engine.demo_training.shape import Shape
@@ -52,9 +54,10 @@ RECIPES: Mapping[str, Recipe | None] = {
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One form. `agreement`: share of positions whose likeliest token is bf16's."""
+    """One form on one text. `agreement`: share of positions whose likeliest token is bf16's."""
 
     form: str
+    text: str
     file_bytes: int
     bits_a_byte: float
     nats_a_token: float
@@ -77,51 +80,88 @@ def _pass(network: Network, row: Tensor) -> tuple[Tensor, Tensor]:
     return torch.nn.functional.cross_entropy(logits, row[1:], reduction="none"), logits.argmax(-1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Rows [tokens] of one text, and the bytes of what is predicted in them."""
+
+    name: str
+    rows: list[Tensor]
+    read: int
+
+
+def _texts(tokenizer: Tokenizer, rows: int, tokens: int) -> list[_Text]:
+    """`rows` rows of `tokens` tokens of each text, evenly spread over it."""
+    held_out, token_bytes = held_out_stream(tokenizer)
+    streams: dict[str, Stream] = {"held out": held_out, "unseen": outside_stream(tokenizer)}
+    found = []
+    for name, stream in streams.items():
+        if len(stream) < tokens:
+            continue
+        starts = np.linspace(0, len(stream) - tokens, rows).astype(int)
+        each = [torch.from_numpy(stream[start : start + tokens].astype(np.int64)) for start in starts]
+        found.append(_Text(name, each, sum(int(token_bytes[row[1:].numpy()].sum()) for row in each)))
+    return found
+
+
+def _network(model: Path, recipe: Recipe | None, shape: Shape) -> tuple[Network, int]:
+    """The model in a form, and the bytes of its files."""
+    with TemporaryDirectory() as made:
+        directory = model if recipe is None else Path(made)
+        if recipe is not None:
+            convert(model, directory, recipe)
+        size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        return network_of(_tensors(directory), shape).eval(), size
+
+
 def judge(
     model: Path, rows: int, tokens: int, on_done: Callable[[str, int, int], None] = lambda title, done, total: None,
     shape: Shape | None = None,
 ) -> list[Judged]:  # fmt: skip
-    """Judge every form of `RECIPES` on `rows` rows of `tokens` tokens, evenly spread over the held-out files of this Python's library.
+    """Judge every form of `RECIPES` on both texts: form by form, the texts of one form together.
 
     Args: shape: of the model; the packaged one's if None. Raises: BadModel, BadSetting.
     """
-    stream, token_bytes = held_out_stream(Tokenizer.from_file(str(model / "tokenizer.json")))
-    starts = np.linspace(0, len(stream) - tokens, rows).astype(int)
-    texts = [torch.from_numpy(stream[start : start + tokens].astype(np.int64)) for start in starts]
-    read = sum(int(token_bytes[text[1:].numpy()].sum()) for text in texts)
+    texts = _texts(Tokenizer.from_file(str(model / "tokenizer.json")), rows, tokens)
     found: list[Judged] = []
-    wanted: list[Tensor] = []
-    for number, (form, recipe) in enumerate(RECIPES.items()):
-        with TemporaryDirectory() as made:
-            directory = model if recipe is None else Path(made)
-            if recipe is not None:
-                convert(model, directory, recipe)
-            size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-            network = network_of(_tensors(directory), shape or Shape()).eval()
-        passed = [_pass(network, text) for text in texts]
-        likeliest = [top for _, top in passed]
-        wanted = wanted or likeliest
-        nats = float(torch.cat([each for each, _ in passed]).double().sum())
-        same = torch.cat([one == other for one, other in zip(likeliest, wanted, strict=True)])
-        found.append(Judged(form, size, nats / read / math.log(2), nats / len(same), float(same.double().mean()), len(same)))
-        on_done("forms", number + 1, len(RECIPES))
+    plain: dict[str, list[Tensor]] = {}
+    done, total = 0, len(RECIPES) * sum(len(text.rows) for text in texts)
+    for form, recipe in RECIPES.items():
+        network, size = _network(model, recipe, shape or Shape())
+        for text in texts:
+            nats, likeliest = [], []
+            for row in text.rows:
+                one, top = _pass(network, row)
+                nats.append(float(one.double().sum()))
+                likeliest.append(top)
+                done += 1
+                on_done("rows", done, total)
+            wanted = plain.setdefault(text.name, likeliest)
+            same = torch.cat([one == other for one, other in zip(likeliest, wanted, strict=True)])
+            lost, agreement = math.fsum(nats), float(same.double().mean())
+            found.append(Judged(form, text.name, size, lost / text.read / math.log(2), lost / len(same), agreement, len(same)))
     return found
+
+
+def _more(one: Judged, found: list[Judged]) -> float:
+    """Share of bits that a form takes more than the first form does on the same text."""
+    plain = next(other for other in found if other.text == one.text)
+    return one.bits_a_byte / plain.bits_a_byte - 1
 
 
 def table(found: list[Judged]) -> Table:
     """For people."""
-    shown = Table(
-        "weights", "MB", "bits a byte", "more than bf16", "likeliest token as bf16's", title="rounded weights", title_justify="left"
-    )
+    shown = Table(title="rounded weights", title_justify="left")
+    for name in ("weights", "MB", "text", "bits a byte", "more than bf16", "likeliest token as bf16's"):
+        shown.add_column(name)
     for one in found:
-        more = one.bits_a_byte / found[0].bits_a_byte - 1
-        shown.add_row(one.form, f"{one.file_bytes / 1e6:.1f}", f"{one.bits_a_byte:.4f}", f"{more:+.2%}", f"{one.agreement:.2%}")
+        more = f"{_more(one, found):+.2%}"
+        shown.add_row(one.form, f"{one.file_bytes / 1e6:.1f}", one.text, f"{one.bits_a_byte:.4f}", more, f"{one.agreement:.2%}")
     return shown
 
 
 def as_json(found: list[Judged], model: Path, tokens: int, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """For programs."""
+    """For programs. The texts are those of the Python that `machine` names."""
     return {
-        "version": 1, "kind": "weights", "machine": dict(machine), "model": model.name, "row_tokens": tokens, "group": _GROUP,
+        "version": 2, "kind": "weights", "machine": dict(machine), "model": model.name, "row_tokens": tokens, "group": _GROUP,
         "forms": [asdict(one) for one in found],
     }  # fmt: skip

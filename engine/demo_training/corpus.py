@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-__all__ = ["END", "Corpus", "Stream", "build", "dialogues_of", "held_out", "held_out_stream", "library_files", "load", "save"]
+__all__ = [
+    "END", "Corpus", "Stream", "build", "dialogues_of", "held_out", "held_out_stream", "library_files", "load", "outside_stream", "save",
+]  # fmt: skip
 
 Stream = npt.NDArray[np.uint16]
 
@@ -133,6 +135,12 @@ def held_out_stream(tokenizer: Tokenizer, root: Path | None = None) -> tuple[Str
     """The held-out files' tokens alone, as `build` makes them, and the bytes of each token."""
     files = library_files(root or Path(sysconfig.get_paths()["stdlib"]))
     return _stream([text for path, text in files if held_out(path)], tokenizer, END), _bytes_of(tokenizer)
+
+
+def outside_stream(tokenizer: Tokenizer) -> Stream:
+    """The tokens of what is no part of the library (pip's internal modules), as `build` makes them; empty where there is no pip."""
+    outside = Path(sysconfig.get_paths()["stdlib"]) / "site-packages" / "pip" / "_internal"
+    return _stream([text for _, text in library_files(outside)] if outside.is_dir() else [], tokenizer, END)
 
 
 def save(corpus: Corpus, path: Path) -> None:
