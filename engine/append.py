@@ -13,7 +13,7 @@ Source: design, sections 7 and 10.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage
+from engine.unit import Unit
 from kernels.gather import gather_blocks, gather_rows
 from kernels.index_score import index_scores
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, StateField
@@ -37,7 +38,7 @@ from memory.session import SessionMemory
 from memory.staging import landing, pinned
 from streams import Event
 
-__all__ = ["AppendOutput", "AppendRun", "Scratch", "Unit"]
+__all__ = ["AppendOutput", "AppendRun", "Scratch"]
 
 _QUERY_TILE = 64  # query rows scored at once, of long histories half as many: bounds the score scratch
 _LONG_KEYS = 1 << 19
@@ -59,22 +60,6 @@ class AppendOutput:
     @property
     def bad_layer(self) -> int:
         return int(self.landed[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of an append. Nothing of it is submitted before `submit` is called, once; the event is done when the part is.
-
-    cost: about what it takes, in bytes that a step could read meanwhile (`append_cost.py`). needs: done before it runs anyway; submitted
-    earlier, it would hold up whoever comes behind it on its stream. rests: where to stop if nobody waits. ends_chunk: nothing of the
-    append is in flight once it is done, and another one's chunk may come next.
-    """
-
-    submit: Callable[[], Event[Any]]
-    cost: int
-    needs: Event[Any] | None = None
-    rests: bool = False
-    ends_chunk: bool = False
 
 
 class Scratch:

@@ -14,11 +14,12 @@ Invariants:
 from collections.abc import Iterator
 from typing import Any
 
-from engine.append import AppendOutput, AppendRun, Scratch, Unit
+from engine.append import AppendOutput, AppendRun, Scratch
 from engine.request import Request
 from engine.scheduler import Turns
 from engine.stage import Stage
 from engine.synthetic import SyntheticRun
+from engine.unit import Unit
 from streams import Event
 
 __all__ = ["AppendQueue"]

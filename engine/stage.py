@@ -15,6 +15,7 @@ from engine.config import HOT_ROWS, EngineConfig
 from engine.errors import BadSetting, NeverFits, NotAdmitted
 from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
+from engine.stage_calls import Follower
 from kernels.layout import BlockLayout, TableLayout
 from kernels.place import BULK_ROWS
 from memory.arena import Arena
@@ -87,6 +88,7 @@ class Stage:
     recorder: Recorder | None = None  # makes steps replays; None: every step is issued anew
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
     forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
+    before: tuple[Follower, ...] = ()  # of the stage that samples: those whose states it goes on from, in order of layers
 
     def _missing(self, tokens_max: int) -> DoesNotFit | None:
         """What all memory there is, with nobody else in it, lacks for a session of `tokens_max` tokens."""

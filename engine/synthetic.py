@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.append import AppendRun, Scratch, Unit
+from engine.append import AppendRun, Scratch
 from engine.chain import Chain
 from engine.errors import BadRequest
 from engine.protocol import SyntheticHistory
 from engine.sampling_table import SamplingState
 from engine.session import Session
 from engine.stage import Stage
+from engine.unit import Unit
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from kernels.quantize import append_keys, append_rows
 from memory.append import AppendChunk

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import engine.model.glm
-from engine.append import AppendRun, Unit
+from engine.append import AppendRun
 from engine.append_cost import StepCost
 from engine.append_queue import AppendQueue
 from engine.batches import Batches
@@ -22,6 +22,7 @@ from engine.model.glm import Model, load_model
 from engine.model.named import NAMED
 from engine.model.source import ModelSource
 from engine.request import Request
+from engine.unit import Unit
 from kernels.layout import BlockLayout
 from memory.row import key_layout, row_layout
 from streams import Event, SeededOrder, TapeRecorder, VirtualBackend
