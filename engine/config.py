@@ -9,8 +9,9 @@ from typing import Literal
 
 from engine.api_keys import ApiKey
 from engine.errors import BadSetting
+from engine.node.address import Address
 
-__all__ = ["DRAFT_DEPTH_MAX", "HOT_ROWS", "EngineConfig", "ServerConfig"]
+__all__ = ["DRAFT_DEPTH_MAX", "HOT_ROWS", "ClusterConfig", "EngineConfig", "ServerConfig"]
 
 _APPEND_GAP_MIN, _APPEND_GAP_MAX = 1.1, 1000.0  # at 1 nothing would ever be appended beside a step
 HOT_ROWS = 32_768  # slots a session and selection group is sure of unless set; it gets no more than it has positions
@@ -128,3 +129,32 @@ class ServerConfig:
     def keys(self) -> tuple[ApiKey, ...]:
         """All keys that are taken."""
         return self.api_keys or (() if self.api_key is None else (ApiKey(self.api_key),))
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Settings of a model over several nodes; empty: one process does all. Raises BadSetting naming the field."""
+
+    nodes: tuple[Address, ...] = ()  # where they listen, in order of their stages
+    cluster: Literal["", "ray"] = ""  # who places the nodes; "": they are started by somebody else
+    stages: int = 0  # with cluster, and for a node; 0: as many as nodes
+    stage: int = -1  # of a node; -1: none
+    stage_layers: tuple[int, ...] = ()  # layers of each stage; empty: as even as selection groups allow
+    listen: Address | None = None  # of a node
+    key_file: str = ""  # of the key that all processes share
+    peer_timeout_s: float = 5.0  # a peer of which nothing is heard for so long is lost
+
+    def __post_init__(self) -> None:
+        if self.cluster and self.nodes:
+            raise BadSetting("cluster and nodes exclude each other: with --cluster ray the nodes are found by Ray; give one")
+        if self.nodes and self.stages not in (0, len(self.nodes)):
+            raise BadSetting(f"stages {self.stages} with {len(self.nodes)} nodes: leave stages out, each node is one")
+        if not 0.05 <= self.peer_timeout_s <= 3600:
+            raise BadSetting(f"peer_timeout must be between 0.05 and 3600 seconds, not {self.peer_timeout_s:g}")
+        if self.stages < 0 or self.stage < -1:
+            raise BadSetting(f"stage {self.stage} of {self.stages} stages: both are counts from 0")
+
+    @property
+    def several(self) -> bool:
+        """Whether the model lies on other processes."""
+        return bool(self.nodes or self.cluster)

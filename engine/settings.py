@@ -3,7 +3,7 @@
 Holds the table, the parsing of values and the merging of sources. Does not know which command wants which setting, nor what a value does.
 
 1. Flags win over the environment, the environment over the file.
-2. A name that is not in the table is refused, with the nearest one that is; so is one that is planned and not built.
+2. A name that is not in the table is refused, with the nearest one that is.
 3. The same text means the same value whichever source it came from.
 4. A message names the source it is about (`--port`, `FOREBAY_PORT`, `port in forebay.toml`), never the value of a key.
 """
@@ -14,15 +14,16 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.api_keys import ApiKey, parse_keys
-from engine.config import EngineConfig, ServerConfig
+from engine.config import ClusterConfig, EngineConfig, ServerConfig
 from engine.errors import BadSetting
+from engine.node.address import parse_address, parse_addresses
 
-__all__ = ["NOT_BUILT", "SETTINGS", "Setting", "Settings", "add_flags", "nearest", "resolve"]
+__all__ = ["SETTINGS", "Setting", "Settings", "add_flags", "nearest", "resolve"]
 
 _PREFIX = "FOREBAY_"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?)B?|B)?", re.IGNORECASE)
@@ -112,6 +113,14 @@ def parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Counts of at least 1, with commas between."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise ValueError("counts with commas between, like 40,38")
+    return tuple(int(part) for part in parts)
+
+
 def parse_share(text: str) -> float:
     """A share, from 0 to 1."""
     try:
@@ -154,7 +163,7 @@ def choice(*allowed: str, later: Collection[str] = (), read: Callable[[str], obj
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One row of the table. `place` is `engine`, `server` or empty; `field` the name there."""
+    """One row of the table. `place` is `engine`, `server`, `cluster` or empty; `field` the name there."""
 
     name: str
     place: str
@@ -222,11 +231,18 @@ SETTINGS: dict[str, Setting] = _table(
         ("responses_memory", "server.responses_bytes", parse_size, "SIZE", "what a key's kept /v1/responses may take; 0: none are kept"),
         ("responses_ttl", "server.responses_ttl_s", parse_age, "AGE", "forget a kept response after this long, like 12h; off: never"),
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
+        ("nodes", "cluster.nodes", parse_addresses, "HOST:PORT,...", "the model lies on these nodes, a stage each in this order"),
+        ("cluster", "cluster.cluster", choice("ray"), "ray", "who starts the nodes and keeps them alive (extra forebay[cluster])"),
+        ("stages", "cluster.stages", parse_integer, "N", "stages that the layers are split into; with --nodes as many as these"),
+        ("stage", "cluster.stage", parse_integer, "K", "which of them a node has, from 0"),
+        ("stage_layers", "cluster.stage_layers", parse_counts, "N,...", "layers of each stage; else as even as selection groups allow"),
+        ("listen", "cluster.listen", parse_address, "HOST:PORT", "where a node listens; port 0: any free one"),
+        ("key_file", "cluster.key_file", parse_text, "FILE", "file of the key that head and nodes share: openssl rand -hex 32"),
+        ("peer_timeout", "cluster.peer_timeout_s", parse_seconds, "SECONDS", "a head or node that is silent for so long is lost"),
         ("log_format", "server.log_format", choice("auto", "json", "console"), "auto|json|console", "auto: console on a terminal"),
     )
 )  # fmt: skip
 
-NOT_BUILT = ("cluster", "nodes")
 _EXCLUSIVE = (("model", "demo"), ("api_key", "api_key_file"))
 
 
@@ -239,6 +255,7 @@ class Settings:
     model: str | None
     demo: bool
     interactive: bool = False  # a person is at the terminal
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def model_directory(self) -> Path:
         """The directory to load. Raises BadSetting when none was named."""
@@ -275,8 +292,6 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
 
 
 def _check_name(name: str, source: str, spelled: Callable[[str], str]) -> None:
-    if name in NOT_BUILT:
-        raise BadSetting(f"{source} is not built yet; leave it out")
     if name not in SETTINGS:
         raise BadSetting(f"{source} is not a setting{nearest(spelled(name), map(spelled, SETTINGS))}")
 
@@ -348,7 +363,7 @@ def resolve(options: Mapping[str, object], environment: Mapping[str, str]) -> Se
     given |= _from_environment(environment)
     given |= _from_flags(options)
     _settle_rivals(given)
-    values: dict[str, dict[str, Any]] = {"engine": {}, "server": {}, "": {}}
+    values: dict[str, dict[str, Any]] = {"engine": {}, "server": {}, "cluster": {}, "": {}}
     for name, item in given.items():
         setting = SETTINGS[name]
         try:
@@ -359,10 +374,10 @@ def resolve(options: Mapping[str, object], environment: Mapping[str, str]) -> Se
     if "api_keys" in values["server"]:
         keys = _read_keys(values["server"]["api_keys"], given["api_key_file"].source)
         values["server"] |= {"api_keys": keys, "api_key": keys[0].secret}
-    engine, server = EngineConfig(**values["engine"]), ServerConfig(**values["server"])
     return Settings(
-        engine=engine, server=server, model=own.get("model"), demo=own.get("demo", False), interactive=_interactive(environment)
-    )
+        engine=EngineConfig(**values["engine"]), server=ServerConfig(**values["server"]), cluster=ClusterConfig(**values["cluster"]),
+        model=own.get("model"), demo=own.get("demo", False), interactive=_interactive(environment),
+    )  # fmt: skip
 
 
 def _interactive(environment: Mapping[str, str]) -> bool:

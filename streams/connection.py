@@ -9,6 +9,7 @@ Invariants:
 """
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -19,6 +20,8 @@ from streams.errors import PeerLost, Reason
 from streams.frame import FrameReader
 
 __all__ = ["Connection", "Heard"]
+
+_IP_MTU, _IPV6_MTU = 14, 24  # Linux's numbers; Python has no names for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,18 @@ class Connection(asyncio.BufferedProtocol):
     def held_bytes(self) -> int:
         """Bytes that were written and not taken by the machine."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    @property
+    def path_mtu(self) -> int | None:
+        """Bytes of the largest packet that goes to the peer in one piece, as this machine knows it now; None where it does not say."""
+        told = None if self._transport is None else self._transport.get_extra_info("socket")
+        if told is None:
+            return None
+        level, name = (socket.IPPROTO_IPV6, _IPV6_MTU) if told.family == socket.AF_INET6 else (socket.IPPROTO_IP, _IP_MTU)
+        try:
+            return int(told.getsockopt(level, name))
+        except OSError:
+            return None
 
     @property
     def writable(self) -> bool:

@@ -7,7 +7,7 @@ No sockets here: frames in, frames out.
                             <-       Hello(nonce)
     Proof(mac) + terms      ->                       checks the mac, keeps the terms
                             <-       Proof(mac) + terms
-    both compare the terms
+    both compare the terms; who listens may have several, told apart by fingerprint
 
 Invariants:
 1. A mac covers the prover's part (connects or listens), the version, both nonces and the prover's terms: it cannot be sent back to who
@@ -19,6 +19,7 @@ Invariants:
 import hashlib
 import hmac
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -76,13 +77,16 @@ def read_key(path: Path) -> bytes:
 class Handshake:
     """One side of it. `done` once the other side proved the key and agrees; then `peer` and `seed` hold."""
 
-    def __init__(self, key: bytes, terms: Terms, *, connects: bool) -> None:
+    def __init__(self, key: bytes, terms: Terms, *, connects: bool, others: Sequence[Terms] = ()) -> None:
+        """Args: others: terms of who listens beside `terms`, each of another fingerprint: the peer's says which of them counts."""
         assert len(key) >= _KEY_BYTES_MIN, f"a key of {len(key)} bytes; at least {_KEY_BYTES_MIN}"
+        assert not (connects and others), "who connects says what it comes for"
         self.done = False
         self.peer: Terms | None = None
         self.seed = 0  # of later checksums
         self._key = key
         self._terms = terms
+        self._others = others
         self._connects = connects
         self._nonce = secrets.token_bytes(32)
         self._theirs: bytes | None = None
@@ -105,7 +109,11 @@ class Handshake:
             if not hmac.compare_digest(header.mac, self._mac(not self._connects, payload)):
                 raise PeerLost(Reason.UNAUTHENTICATED, "the peer did not prove that it has the key")
             self.peer = _terms(payload)
-            return None if self._connects else self._proof()
+            if self._connects:
+                return None
+            wanted = self.peer.fingerprint
+            self._terms = next((each for each in self._others if each.fingerprint == wanted), self._terms)
+            return self._proof()
         raise PeerLost(Reason.UNAUTHENTICATED, f"a {type(header).__name__} came where the handshake has none")
 
     def agree(self) -> None:

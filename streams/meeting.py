@@ -12,6 +12,7 @@ Invariants:
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Sequence
 
 import structlog
 
@@ -63,15 +64,16 @@ async def connect(
 
 
 async def listen(
-    host: str, port: int, *, key: bytes, terms: Terms, limits: ChannelLimits | None = None, clock: Clock | None = None,
-    tls: ssl.SSLContext | None = None,
+    host: str, port: int, *, key: bytes, terms: Terms, others: Sequence[Terms] = (), limits: ChannelLimits | None = None,
+    clock: Clock | None = None, tls: ssl.SSLContext | None = None,
 ) -> "Listener":  # fmt: skip
     """Listen for channels; port 0 takes a free one.
 
-    Args: as `connect`; tls: a context of purpose CLIENT_AUTH with a certificate.
+    Args: as `connect`; others: further terms, for whoever comes with one of their fingerprints; tls: a context of purpose CLIENT_AUTH
+        with a certificate.
     Raises: StreamError: the address cannot be had.
     """
-    listener = Listener(key, terms, limits or ChannelLimits(), clock or RealClock())
+    listener = Listener(key, terms, others, limits or ChannelLimits(), clock or RealClock())
     await listener.open(host, port, tls)
     return listener
 
@@ -79,9 +81,10 @@ async def listen(
 class Listener:
     """Accepts channels; see `listen`."""
 
-    def __init__(self, key: bytes, terms: Terms, limits: ChannelLimits, clock: Clock) -> None:
+    def __init__(self, key: bytes, terms: Terms, others: Sequence[Terms], limits: ChannelLimits, clock: Clock) -> None:
         self._key = key
         self._terms = terms
+        self._others = others
         self._limits = limits
         self._clock = clock
         self._server: asyncio.Server | None = None
@@ -135,7 +138,7 @@ class Listener:
             await channel.close()
 
     def _stranger(self) -> Connection:
-        channel = TcpChannel(Handshake(self._key, self._terms, connects=False), self._limits, self._clock)
+        channel = TcpChannel(Handshake(self._key, self._terms, connects=False, others=self._others), self._limits, self._clock)
         channel.connection.admit = lambda: self._admit(channel)
         return channel.connection
 

@@ -30,7 +30,7 @@ class Bar:
         self,
         title: str,
         event: str,
-        unit: Literal["tensors", "weights", "rows", "tokens", "seeds", "bytes", "pictures", "seconds"],
+        unit: Literal["tensors", "weights", "rows", "tokens", "seeds", "bytes", "pictures", "seconds", "nodes"],
         console: Console | None = None,
     ) -> None:
         self._title, self._event, self._unit = title, event, unit

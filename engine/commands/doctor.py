@@ -1,6 +1,7 @@
-"""`forebay doctor`: what of this host stalls decoding. Looks, says, and changes nothing.
+"""`forebay doctor`: what of this host stalls decoding; with `cluster`, or nodes named, the same of all nodes (doctor_nodes.py).
 
-A table for people, JSON for programs. The exit code is 0 whatever was found: a bad setting is advice, not a failure.
+Looks, says, and changes nothing. A table for people, JSON for programs. The exit code is 0 whatever was found: a bad setting is advice, not
+a failure.
 """
 
 import argparse
@@ -13,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.commands.command import Command, Invocation
+from engine.commands.doctor_nodes import answer_others, examine_nodes
 from engine.doctor import Finding, Tree, examine, rows
 from engine.doctor.finding import NOTHING_TO_RESTORE, NOTHING_TO_SET
+from engine.settings import add_flags
 
 __all__ = ["COMMAND", "report"]
 
@@ -23,8 +26,10 @@ _PLAIN_WIDTH = 160  # where there is no terminal to ask
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """How to print."""
+    """Whom to look at, and how to print."""
+    parser.add_argument("whom", nargs="?", choices=("cluster",), metavar="cluster", help="look at all nodes, those of --nodes")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add_flags(parser, ("nodes", "listen", "key_file", "peer_timeout"))
 
 
 def _table(findings: list[Finding]) -> Table:
@@ -53,10 +58,15 @@ def report(findings: list[Finding], console: Console, *, as_json: bool) -> None:
 
 
 def run(invocation: Invocation) -> int:
-    """Returns 0."""
+    """Returns 0. Raises BadSetting, Unreachable: of nodes."""
+    options = invocation.options
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-    report(examine(Tree()), console, as_json=bool(invocation.options.get("json")))
+    if options.get("listen") is not None:
+        return answer_others(invocation, console)
+    if options.get("whom") is not None or options.get("nodes") is not None:
+        return examine_nodes(invocation, console)
+    report(examine(Tree()), console, as_json=bool(options.get("json")))
     return 0
 
 
-COMMAND = Command("doctor", "settings of this host that stall decoding: how to see, set and restore each", configure, run)
+COMMAND = Command("doctor", "settings of this host, or of all nodes, that stall decoding; and the network between nodes", configure, run)

@@ -18,7 +18,7 @@ from engine.commands.command import Command, Invocation, Serve
 from engine.config import EngineConfig
 from engine.errors import BadSetting
 from engine.protocol import EngineFace, EngineOpener, Progress
-from engine.settings import NOT_BUILT, nearest, resolve
+from engine.settings import nearest, resolve
 
 __all__ = ["open_engine", "run_line"]
 
@@ -26,13 +26,6 @@ __all__ = ["open_engine", "run_line"]
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise BadSetting(f"{message[:1].lower()}{message[1:]}; see {self.prog} --help")
-
-
-class _Refuse(argparse.Action):
-    """A flag that is planned: known by name, refused with a line that says so."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None) -> None:
-        raise BadSetting(f"{option} is not built yet; leave it out")
 
 
 def open_engine(
@@ -73,11 +66,6 @@ def _parser(command: Command) -> argparse.ArgumentParser:
     parser = _Parser(prog=f"forebay {command.name}", description=command.summary, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     command.configure(parser)
-    taken = {option for action in parser._actions for option in action.option_strings}
-    for name in NOT_BUILT:
-        flag = "--" + name.replace("_", "-")
-        if flag not in taken:
-            parser.add_argument(flag, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
     return parser
 
 
@@ -85,7 +73,7 @@ def _parse(command: Command, words: Sequence[str]) -> dict[str, object]:
     parser = _parser(command)
     options, extra = parser.parse_known_args(list(words))
     if extra:
-        flags = [option for action in parser._actions for option in action.option_strings if action.help != argparse.SUPPRESS]
+        flags = [option for action in parser._actions for option in action.option_strings]
         word = extra[0].partition("=")[0]
         guess = nearest(word, flags) if word.startswith("-") else ""
         raise BadSetting(f"{word} means nothing to forebay {command.name}{guess or f'; see forebay {command.name} --help'}")

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", dest="max_tokens", metavar="N", help="new tokens at most")
     parser.add_argument("--temperature", metavar="X", help="0 (the default): the most likely token each time")
     parser.add_argument("--seed", metavar="N", help="seed of the sampler")
-    add_flags(parser, (name for name in SETTINGS if name != "model" and name not in _SERVER_ONLY))
+    add_flags(parser, (name for name, each in SETTINGS.items() if name not in ("model", *_SERVER_ONLY) and each.place != "cluster"))
 
 
 def _number(invocation: Invocation, name: str) -> int | None:

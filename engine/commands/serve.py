@@ -22,7 +22,7 @@ log = structlog.get_logger()
 def configure(parser: argparse.ArgumentParser) -> None:
     """Every setting is a flag here."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
-    add_flags(parser, (name for name in SETTINGS if name != "model"))
+    add_flags(parser, (name for name, setting in SETTINGS.items() if name != "model" and setting.place != "cluster"))
 
 
 def run(invocation: Invocation) -> int:

@@ -54,6 +54,24 @@ async def test_who_does_not_belong_is_refused_and_the_next_one_served(key: bytes
         await again.close()
 
 
+async def test_who_listens_may_have_several_terms() -> None:
+    """Whoever comes with a fingerprint among them is met with those terms; with another one, or another map, it is refused."""
+    rooms = [terms(0, "room", ((0, 1), (1, 1))), terms(0, "yard")]
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0), others=rooms)
+    try:
+        for mine in (terms(1), terms(1, "room", ((0, 1), (1, 1))), terms(1, "yard")):
+            one = await connect("127.0.0.1", listener.port, key=KEY, terms=mine)
+            two = await listener.accept()
+            assert one.peer.fingerprint == two.peer.fingerprint == mine.fingerprint
+            await one.close()
+            await two.close()
+        for mine in (terms(1, "cellar"), terms(1, "room")):
+            with pytest.raises(PeerLost, match="mismatch"):
+                await connect("127.0.0.1", listener.port, key=KEY, terms=mine)
+    finally:
+        await listener.close()
+
+
 async def test_a_stranger_learns_a_nonce_and_nothing_else() -> None:
     """What a listener has said before anybody proved the key is its challenge alone."""
     cable = Cable(LIMITS)
