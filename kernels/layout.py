@@ -15,7 +15,7 @@ from typing import Literal
 
 __all__ = [
     "BLOCK_ROWS", "DRAFTS_MAX", "GROUP_FIELDS", "HIDDEN_ROWS", "PAGE_KEYS", "RING_BLOCKS", "STATE_FIELDS",
-    "BlockLayout", "GroupField", "KeyLayout", "RowLayout", "StateField", "TableField", "TableLayout",
+    "WHOLE", "BlockLayout", "GroupField", "KeyLayout", "PageShare", "RowLayout", "StateField", "TableField", "TableLayout",
 ]  # fmt: skip
 
 BLOCK_ROWS = 64
@@ -105,6 +105,29 @@ class KeyLayout:
     @property
     def page_bytes(self) -> int:
         return PAGE_KEYS * self.key_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageShare:
+    """Which pages of index keys one device of a stage has: page n where n % devices == device, side by side in its page tables."""
+
+    devices: int = 1
+    device: int = 0
+
+    def pages(self, pages: int) -> int:
+        """Of the first `pages` pages, how many are here; also where page `pages` stands in the table, if it is here."""
+        return max(0, -(-(pages - self.device) // self.devices))
+
+    def has(self, page: int) -> bool:
+        """Whether the page is here."""
+        return page % self.devices == self.device
+
+    def page(self, place: int) -> int:
+        """The page that stands at `place` in the table."""
+        return place * self.devices + self.device
+
+
+WHOLE = PageShare()  # one device has all pages
 
 
 @dataclass(frozen=True, slots=True)

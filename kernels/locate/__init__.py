@@ -5,7 +5,7 @@
 
 from torch import Tensor
 
-from kernels.layout import BlockLayout, TableLayout
+from kernels.layout import WHOLE, BlockLayout, PageShare, TableLayout
 from kernels.locate import reference
 from kernels.place import on_cpu
 from kernels.round.plan import RoundPlan
@@ -19,7 +19,7 @@ def _check_table(table: Tensor, table_layout: TableLayout, block_layout: BlockLa
 
 
 def locate_new(
-    table: Tensor, table_layout: TableLayout, block_layout: BlockLayout, place_of: Tensor, positions: Tensor
+    table: Tensor, table_layout: TableLayout, block_layout: BlockLayout, place_of: Tensor, positions: Tensor, share: PageShare = WHOLE
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Where the rows and keys of new positions are stored. Padding rows get 0 everywhere.
 
@@ -29,15 +29,16 @@ def locate_new(
     returns
       row_destinations   [T]              int64  the row in layer 0, in the ring, or in its history's block when RING is 0
       key_destinations   [T]              int64  the key of key layer 0 in the same block
-      page_destinations  [key layers, T]  int64  the key in its page
+      page_destinations  [key layers, T]  int64  the key in its page; 0 where that page is another device's
+    Args: share: the pages that the table's page tables hold.
     """
     _check_table(table, table_layout, block_layout)
     assert positions.shape == place_of.shape, f"{tuple(positions.shape)} positions for {tuple(place_of.shape)} places"
     if on_cpu("locate_new", table):
-        return reference.locate_new(table, block_layout, place_of, positions)
+        return reference.locate_new(table, block_layout, place_of, positions, share)
     from kernels.locate import kernel
 
-    return kernel.locate_new(table, block_layout, place_of, positions)
+    return kernel.locate_new(table, block_layout, place_of, positions, share)
 
 
 def locate_resident(

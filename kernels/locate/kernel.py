@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, RING_BLOCKS, BlockLayout, TableField, TableLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, RING_BLOCKS, WHOLE, BlockLayout, PageShare, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
 __all__ = ["locate_new", "locate_resident"]
@@ -38,6 +38,7 @@ def _live_fields(table, place_of, row, wanted, FIELDS: tl.constexpr):
 def _locate_new(
     table, place_of, positions, row_out, key_out, page_out, rows, FIELDS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     KEYS_OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr, RUN_BYTES: tl.constexpr, KEY_STEP: tl.constexpr, TILE: tl.constexpr,
+    DEVICES: tl.constexpr, DEVICE: tl.constexpr,
 ):  # fmt: skip
     layer = tl.program_id(1)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -45,7 +46,8 @@ def _locate_new(
     fields, live = _live_fields(table, place_of, row, wanted, FIELDS)
     position = tl.load(positions + row, mask=live, other=0)
     pages = tl.load(fields + PAGES, mask=live, other=0).to(INT64) + layer * tl.load(fields + PAGES_MAX, mask=live, other=0)
-    page = tl.load(pages + position // P_KEYS, mask=live, other=0)
+    number = position // P_KEYS
+    page = tl.load(pages + number // DEVICES, mask=live & (number % DEVICES == DEVICE), other=0)
     inside = position % B_ROWS
     key = tl.where(page != 0, page + position % P_KEYS // B_ROWS * RUN_BYTES + inside * KEY_STEP, 0)
     tl.store(page_out + layer.to(tl.int64) * rows + row, key, mask=wanted)
@@ -85,7 +87,9 @@ NEW_TILE = 32
 PICKS_TILE = 128
 
 
-def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def locate_new(
+    table: Tensor, block_layout: BlockLayout, place_of: Tensor, positions: Tensor, share: PageShare = WHOLE
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See kernels/locate. One launch; capturable (the outputs come from the graph's own memory)."""
     rows, layers = positions.shape[0], block_layout.key_layers
     row_out, key_out = torch.empty_like(positions), torch.empty_like(positions)
@@ -94,6 +98,7 @@ def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, posit
         _locate_new[(triton.cdiv(rows, NEW_TILE), layers)](
             table, place_of, positions, row_out, key_out, page_out, rows, table.shape[1], block_layout.block_bytes,
             block_layout.keys_offset, block_layout.row.row_bytes, block_layout.key.run_bytes, block_layout.key.step_bytes, NEW_TILE,
+            share.devices, share.device,
         )  # fmt: skip
     return row_out, key_out, page_out
 
@@ -112,11 +117,21 @@ def locate_resident(table: Tensor, block_layout: BlockLayout, place_of: Tensor, 
 
 _FIELDS = TableLayout(22).fields
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": _FIELDS, "ROW_BYTES": 656}
-_NEW = {"positions": "*i64", "row_out": "*i64", "key_out": "*i64", "page_out": "*i64", "rows": "i32", "TILE": NEW_TILE}
+_NEW = {
+    "positions": "*i64",
+    "row_out": "*i64",
+    "key_out": "*i64",
+    "page_out": "*i64",
+    "rows": "i32",
+    "TILE": NEW_TILE,
+    "DEVICES": 1,
+    "DEVICE": 0,
+}
 _PLAN = dict.fromkeys(("selection", "chosen", "slot", "fill", "miss"), "*i32") | {"source": "*i64", "miss_source": "*i64"}
 _NEW_AT = {"BLOCK_BYTES": 3636736, "KEYS_OFFSET": 3274752, "RUN_BYTES": 16384, "KEY_STEP": 256}
 COMPILE = [
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT}),
     (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "rows": 1}),  # Triton makes a constant of an argument that is 1
+    (_locate_new, {**_TABLE, **_NEW, **_NEW_AT, "DEVICES": 2, "DEVICE": 1}),
     (_locate_resident, {**_TABLE, **_PLAN, "misses": "*i64", "picks_all": "i32", "PICKS": 2048, "TILE": PICKS_TILE}),
 ]

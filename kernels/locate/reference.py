@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.address import values_at
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, RING_BLOCKS, BlockLayout, TableField
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, RING_BLOCKS, WHOLE, BlockLayout, PageShare, TableField
 from kernels.place import live_rows
 from kernels.round.plan import RoundPlan
 
@@ -21,7 +21,9 @@ def _blocks_of(table: Tensor, layout: BlockLayout, place: Tensor, position: Tens
     return blocks
 
 
-def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def locate_new(
+    table: Tensor, block_layout: BlockLayout, place_of: Tensor, positions: Tensor, share: PageShare = WHOLE
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     place, live = live_rows(table, place_of)
     place, position = place[live], positions[live]
     blocks = _blocks_of(table, block_layout, place, position)
@@ -29,11 +31,13 @@ def locate_new(table: Tensor, block_layout: BlockLayout, place_of: Tensor, posit
     rows, keys = torch.zeros_like(positions), torch.zeros_like(positions)
     rows[live] = blocks + row * block_layout.row.row_bytes
     keys[live] = blocks + block_layout.keys_offset + row * block_layout.key.step_bytes
+    pages = torch.zeros((block_layout.key_layers, positions.shape[0]), dtype=torch.int64)
+    here = position // PAGE_KEYS % share.devices == share.device
+    live[live.clone()], place, position, row = here, place[here], position[here], row[here]
     layer = torch.arange(block_layout.key_layers)[:, None]
-    entries = table[place, TableField.PAGES] + 8 * (layer * table[place, TableField.PAGES_MAX] + position // PAGE_KEYS)
+    entries = table[place, TableField.PAGES] + 8 * (layer * table[place, TableField.PAGES_MAX] + position // PAGE_KEYS // share.devices)
     page = values_at(entries.flatten(), torch.int64).view(entries.shape)
     assert bool((page != 0).all()), "a new key's page is not in the page table"
-    pages = torch.zeros((block_layout.key_layers, positions.shape[0]), dtype=torch.int64)
     pages[:, live] = page + position % PAGE_KEYS // BLOCK_ROWS * block_layout.key.run_bytes + row * block_layout.key.step_bytes
     return rows, keys, pages
 

@@ -3,6 +3,7 @@
 On the CPU this is `index_scores` a row and `select` over all; rows never see another session's pages.
 """
 
+import torch
 from torch import Tensor
 
 from kernels.layout import KeyLayout
@@ -15,7 +16,7 @@ __all__ = ["Scratch", "SelectionForm", "choose_rows", "score_rows", "select_plac
 
 def select_places(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor, scratch: Scratch | None = None, cleared: bool = False,
+    first: int, out: Tensor, scratch: Scratch | None = None, cleared: bool = False, scores: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Select each row's top-k positions among its session's keys `first..position`.
 
@@ -26,16 +27,19 @@ def select_places(
     head_weights  [T, I]            float32  device  unscaled
     out           [T, k]            int32    device  written in full; ascending, -1 tail; all -1 for padding rows
     scratch       room for at least T rows, needed on a device: its columns bound the launches
+    scores        [T, k]            float32  device  what each pick was chosen by, anything for unused ones; None: not asked
     Args: cleared: the scratch's counts are zero; else they are cleared first, by a launch of its own.
     """
     if on_cpu("select_places", table):
-        reference.select_places(table, group, place_of, positions, query, head_weights, layout, first, out)
+        reference.select_places(table, group, place_of, positions, query, head_weights, layout, first, out, scores)
         return
     from kernels.selection import kernel
 
     assert scratch is not None, "a device's selection needs room for scores: the host knows no length"
     assert scratch.scores.shape[0] >= query.shape[0], f"{scratch.scores.shape[0]} rows of scores for {query.shape[0]} queries"
     kernel.select_places(table, group, place_of, positions, query, head_weights, layout, first, out, scratch, cleared)
+    if scores is not None:
+        torch.gather(scratch.scores[: out.shape[0]], 1, out.clamp_min(0).long(), out=scores)
 
 
 def score_rows(

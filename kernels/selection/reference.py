@@ -14,7 +14,7 @@ __all__ = ["select_places"]
 
 def select_places(
     table: Tensor, group: int, place_of: Tensor, positions: Tensor, query: Tensor, head_weights: Tensor, layout: KeyLayout,
-    first: int, out: Tensor,
+    first: int, out: Tensor, picked_scores: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Select each row's top-k positions among its session's keys `first..position`.
 
@@ -24,6 +24,7 @@ def select_places(
     query         [T, I, Di]        f32    device
     head_weights  [T, I]            f32    device  unscaled
     out           [T, k]            int32  device  written in full; ascending, -1 tail; all -1 for padding rows
+    picked_scores [T, k]            f32    device  score of each pick, anything for unused ones; None: not asked
     """
     rows = query.shape[0]
     _, live = live_rows(table, place_of)
@@ -40,3 +41,5 @@ def select_places(
         pages = tensor_at(int(table[place, TableField.PAGES]) + group * stride * 8, (-(-keys // PAGE_KEYS),), torch.int64)
         index_scores(query[row : row + 1], head_weights[row : row + 1], pages, keys, layout, scores[row : row + 1])
     select(scores, torch.full_like(positions, first), last, out.shape[1], out)
+    if picked_scores is not None:
+        torch.gather(scores, 1, out.clamp_min(0).long(), out=picked_scores)

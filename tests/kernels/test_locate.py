@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, TableField
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, PageShare, TableField
 from kernels.locate import locate_new, locate_resident
 from kernels.place import NoKernel
 from kernels.round import RoundPlan
@@ -64,6 +64,19 @@ def test_rows_of_several_places_in_any_order(long_session: PlainSession) -> None
     assert rows.tolist() == [one.blocks[1].data_ptr() + ROW_BYTES, ring + ROW_BYTES, 0, 0, ring]
     assert (keys == 0).tolist() == [False, False, True, True, False]
     assert (pages == 0).tolist() == [[False, False, True, True, False]] * LAYOUT.key_layers
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("position", [0, 1023, 1024, 2047, 2048])
+def test_a_key_goes_to_the_device_that_has_its_page(position: int, device: int, long_session: PlainSession) -> None:
+    """Of two devices the even one has even pages, side by side in its table; a key of a page that is not there goes to no page."""
+    table = table_of(long_session.table_row(1))
+    place, asked = torch.zeros(1, dtype=torch.int32), torch.tensor([position])
+    rows, keys, pages = locate_new(table, TABLE_LAYOUT, LAYOUT, place, asked, PageShare(2, device))
+    assert [rows.tolist(), keys.tolist()] == [each.tolist() for each in locate_new(table, TABLE_LAYOUT, LAYOUT, place, asked)[:2]]
+    page, key = divmod(position, PAGE_KEYS)
+    here = [[(1 + layer * PAGES_MAX + page // 2 << 20) + key * KEY_BYTES] for layer in range(LAYOUT.key_layers)]
+    assert pages.tolist() == (here if page % 2 == device else [[0]] * LAYOUT.key_layers)
 
 
 def test_padding_only_reads_nothing() -> None:

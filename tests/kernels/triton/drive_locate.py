@@ -5,7 +5,7 @@ import time
 import interpreted
 import torch
 
-from kernels.layout import RING_BLOCKS
+from kernels.layout import RING_BLOCKS, WHOLE, PageShare
 from kernels.locate import kernel, reference
 from tests.kernels.round_world import LAYOUT, PAGES_MAX, PlainSession, Step
 
@@ -30,10 +30,11 @@ def addresses_are_the_references(step: Step) -> None:
     """Every address of new rows, keys and pages, and every field of a resident plan, is the reference's."""
     positions = torch.randint(0, 2112, (9,), generator=torch.Generator().manual_seed(4))
     positions[2] = 2**62
-    wanted = reference.locate_new(step.table.tensor, LAYOUT, step.place_of, positions)
-    got = kernel.locate_new(step.table.tensor, LAYOUT, step.place_of, positions)
-    for name, mine, its in zip(("rows", "keys", "pages"), got, wanted, strict=True):
-        interpreted.same(name, mine, its)
+    for share in (WHOLE, PageShare(2, 0), PageShare(2, 1)):
+        wanted = reference.locate_new(step.table.tensor, LAYOUT, step.place_of, positions, share)
+        got = kernel.locate_new(step.table.tensor, LAYOUT, step.place_of, positions, share)
+        for name, mine, its in zip(("rows", "keys", "pages"), got, wanted, strict=True):
+            interpreted.same(f"{name} of {share}", mine, its)
     plans = []
     for form in (reference, kernel):
         for buffer in step.plan.buffers:
