@@ -137,9 +137,7 @@ class ClusterConfig:
 
     nodes: tuple[Address, ...] = ()  # where they listen, in order of their stages
     cluster: Literal["", "ray"] = ""  # who places the nodes; "": they are started by somebody else
-    stages: int = 0  # with cluster, and for a node; 0: as many as nodes
     stage: int = -1  # of a node; -1: none
-    stage_layers: tuple[int, ...] = ()  # layers of each stage; empty: as even as selection groups allow
     listen: Address | None = None  # of a node
     key_file: str = ""  # of the key that all processes share
     peer_timeout_s: float = 5.0  # a peer of which nothing is heard for so long is lost
@@ -147,12 +145,10 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.cluster and self.nodes:
             raise BadSetting("cluster and nodes exclude each other: with --cluster ray the nodes are found by Ray; give one")
-        if self.nodes and self.stages not in (0, len(self.nodes)):
-            raise BadSetting(f"stages {self.stages} with {len(self.nodes)} nodes: leave stages out, each node is one")
         if not 0.05 <= self.peer_timeout_s <= 3600:
             raise BadSetting(f"peer_timeout must be between 0.05 and 3600 seconds, not {self.peer_timeout_s:g}")
-        if self.stages < 0 or self.stage < -1:
-            raise BadSetting(f"stage {self.stage} of {self.stages} stages: both are counts from 0")
+        if self.stage < -1:
+            raise BadSetting(f"stage must be at least 0, not {self.stage}")
 
     @property
     def several(self) -> bool:

@@ -113,14 +113,6 @@ def parse_origins(text: str) -> tuple[str, ...]:
     return origins
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Counts of at least 1, with commas between."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ValueError("counts with commas between, like 40,38")
-    return tuple(int(part) for part in parts)
-
-
 def parse_share(text: str) -> float:
     """A share, from 0 to 1."""
     try:
@@ -233,9 +225,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("synthetic_history", "server.synthetic_history", parse_switch, "", "let requests begin with made-up rows, for measuring"),
         ("nodes", "cluster.nodes", parse_addresses, "HOST:PORT,...", "the model lies on these nodes, a stage each in this order"),
         ("cluster", "cluster.cluster", choice("ray"), "ray", "who starts the nodes and keeps them alive (extra forebay[cluster])"),
-        ("stages", "cluster.stages", parse_integer, "N", "stages that the layers are split into; with --nodes as many as these"),
-        ("stage", "cluster.stage", parse_integer, "K", "which of them a node has, from 0"),
-        ("stage_layers", "cluster.stage_layers", parse_counts, "N,...", "layers of each stage; else as even as selection groups allow"),
+        ("stage", "cluster.stage", parse_integer, "K", "which of the stages a node has, from 0"),
         ("listen", "cluster.listen", parse_address, "HOST:PORT", "where a node listens; port 0: any free one"),
         ("key_file", "cluster.key_file", parse_text, "FILE", "file of the key that head and nodes share: openssl rand -hex 32"),
         ("peer_timeout", "cluster.peer_timeout_s", parse_seconds, "SECONDS", "a head or node that is silent for so long is lost"),

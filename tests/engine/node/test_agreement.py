@@ -10,7 +10,7 @@ from engine.errors import BadSetting
 from engine.model.config import ModelConfig
 from engine.model.named import NAMED
 from engine.node.address import Address, parse_address, parse_addresses
-from engine.node.agreement import DOCTOR_TERMS, fingerprint_of, head_terms, layers_of_stages, stage_terms
+from engine.node.agreement import DOCTOR_TERMS, fingerprint_of, stage_terms
 from engine.node.keys import key_of, limits_of
 
 DEMO = ModelConfig.read(Path(__file__).parents[3] / "engine" / "demo_model")
@@ -39,38 +39,13 @@ def test_several_addresses_are_in_order_and_differ() -> None:
     assert parse_addresses("b:1, a:1") == (Address("b", 1), Address("a", 1))
 
 
-@pytest.mark.parametrize("stages", range(1, 9))
-@pytest.mark.parametrize("model", [DEMO, GLM], ids=["demo", "glm"])
-def test_stages_have_all_layers_in_order(model: ModelConfig, stages: int) -> None:
-    """Each layer is in one stage, each stage has one at least, and none has much more than its share."""
-    found = layers_of_stages(model, stages)
-    assert [layer for stage in found for layer in stage] == list(range(model.layers))
-    longest = max(len(stage) for stage in found)
-    assert min(len(stage) for stage in found) >= 1
-    assert longest <= model.layers / stages + 4  # a selection group is four layers
-
-
-def test_stages_begin_with_selection_groups_where_there_are_enough() -> None:
-    """A cut inside one would send selections along."""
-    for model, stages in ((DEMO, 2), (GLM, 2), (GLM, 4), (GLM, 8)):
-        assert all(model.full_layers[stage.start] for stage in layers_of_stages(model, stages)), stages
-
-
-def test_layers_may_be_named_for_each_stage() -> None:
-    """Uneven, and inside a group; what does not come to all layers is refused with the numbers."""
-    assert layers_of_stages(DEMO, 3, (1, 2, 5)) == (range(1), range(1, 3), range(3, 8))
-    for stages, wanted in ((2, (4, 5)), (3, (4, 4)), (9, ())):
-        with pytest.raises(BadSetting, match="8 layers"):
-            layers_of_stages(DEMO, stages, wanted)
-
-
 def test_terms_tell_the_processes_apart() -> None:
-    """Head and stages have one map and different numbers; the doctor's are its own."""
-    stages = layers_of_stages(DEMO, 2)
+    """All have one map and different numbers, the head the last; the doctor's are its own."""
+    stages = (range(3), range(3, 8))
     fingerprint = fingerprint_of(DEMO, EngineConfig())
-    every = [stage_terms(fingerprint, stages, 0), stage_terms(fingerprint, stages, 1), head_terms(fingerprint, stages)]
-    assert [each.stage for each in every] == [0, 1, 2]
-    assert {each.layer_map for each in every} == {((0, 4), (4, 4), (8, 0))}
+    every = [stage_terms(fingerprint, stages, stage) for stage in range(2)]
+    assert [each.stage for each in every] == [0, 1]
+    assert {each.layer_map for each in every} == {((0, 3), (3, 5))}
     assert DOCTOR_TERMS.fingerprint != fingerprint
 
 
