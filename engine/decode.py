@@ -32,8 +32,7 @@ from kernels.gather import Unwritten
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
-from kernels.selection import Scratch, choose_rows, score_rows, select_places
-from kernels.selection import scratch as selection_scratch
+from kernels.selection import Scratch, select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
@@ -89,9 +88,7 @@ class DecodeStep:
         self._scratch = None if device.type == "cpu" else Scratch.of(count, positions_max, device)
         self._logits = torch.zeros((count, config.vocabulary), device=device)
         self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
-        self._ahead = "beside" if self._scratch is None else selection_scratch.measured_start
-        self._settles_behind = False
-        self._index_query: Tensor | None = None  # made ahead of the selection
+        self._index_query: Tensor | None = None  # on a device made ahead of the selection: beside the layer's query is no room for it
         self._steps = 0
         self._drafter: Drafter | None = None
         if rows > 1:
@@ -133,13 +130,7 @@ class DecodeStep:
             recording = StageStreams(
                 *(stream_of(each.name) for each in (streams.compute, streams.selection, streams.prefetch, streams.copyback))
             )
-            # What is launched as one cannot end between the two parts of a plan, so the second may come late.
-            copying = self._stage.device.type != "cpu" and self._stage.rounds.copies
-            self._settles_behind = copying and selection_scratch.measured_settling == "behind"
-            try:
-                self._issue(Chain("", ()), recording, table, sampling)
-            finally:
-                self._settles_behind = False
+            self._issue(Chain("", ()), recording, table, sampling)
 
         self._replay = recorder.record(issue, name)
 
@@ -151,11 +142,10 @@ class DecodeStep:
             label="step.begin",
             writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
-        settled: tuple[Event[Any], ...] = ()
         for group, layers in enumerate(self._stage.main_groups):
-            settled = self._issue_group(chain, streams, table, group, layers)
+            self._issue_group(chain, streams, table, group, layers)
         finished = chain.submit(
-            streams.compute, lambda: self._finish(table, sampling), label="step.finish", after=settled,
+            streams.compute, lambda: self._finish(table, sampling), label="step.finish",
             writes=(self._logits, self._outcome, self._next_of),
         )  # fmt: skip
         return finished if self._drafter is None else self._drafter.issue(chain, streams.compute, table, sampling)
@@ -172,14 +162,11 @@ class DecodeStep:
         streams = self._stage.streams
         return streams.compute.submit(clear, label="step.abort", session=session, after=streams.fences())
 
-    def _issue_group(
-        self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]
-    ) -> tuple[Event[Any], ...]:
-        """Submit the layers of one selection group, which follow one another. Returns what of it compute does not come after."""
-        settled: tuple[Event[Any], ...] = ()
+    def _issue_group(self, chain: Chain, streams: StageStreams, table: StepTable, group: int, layers: tuple[int, ...]) -> None:
+        """Submit the layers of one selection group, which follow one another."""
         plan, copies = self._plans[group], self._stage.rounds.copies
         keyed = chain.submit(
-            streams.compute, lambda: self._key(layers[0], group, table), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
+            streams.compute, lambda: self._key(layers[0], group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
         )
         selected = chain.submit(
             streams.selection,
@@ -196,9 +183,6 @@ class DecodeStep:
                 label=f"group.{group}.gather",
                 writes=(*self._compact[: len(layers)], self._new_at),
             )
-            if self._settles_behind:
-                settle = partial(self._settle, group, layers, table)
-                settled = (chain.submit(streams.selection, settle, label=f"group.{group}.settle"),)
         for place, layer in enumerate(layers):
             adds = (self._compact[place],) if copies and place > 0 else ()  # rows of this step, to what was gathered without them
             writes = (self._query.latent, self._query.rope, *adds)
@@ -218,7 +202,6 @@ class DecodeStep:
                 writes=(self._x, self._y) if copies else (self._compact, self._x, self._y),
             )
             self._issue_mlp(chain, streams, layer, attended)
-        return () if self._stage.model.layers[layers[-1]].shared_expert is not None else settled
 
     def _issue_mlp(self, chain: Chain, streams: StageStreams, local: int, attended: Event[Any]) -> None:
         """Submit the MLP of a layer; a shared expert runs on the selection stream, beside the router's small launches."""
@@ -288,19 +271,11 @@ class DecodeStep:
         latent, self._head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to, copies)
         self._latent = self._keep(self._qr, latent)
 
-    def _key(self, full: int, group: int, table: StepTable) -> None:
-        """What the selection needs of compute: key and row written, and in some measured forms more."""
+    def _key(self, full: int, group: int) -> None:
+        """What the selection needs of compute: key and row written, on a device also the index query."""
         self._write(full, 0, group)
-        if self._ahead == "beside":
-            return
-        self._index_query = self._ask_keys(full)
-        if self._ahead == "scores":
-            assert self._scratch is not None, "scores come ahead on a device"
-            assert self._head_weights is not None, f"layer {full} makes a selection"
-            score_rows(
-                table.tensor, group, self._place_of, self._positions, self._index_query, self._head_weights, self._stage.layout.key, 0,
-                self._scratch, True,
-            )  # fmt: skip
+        if self._scratch is not None:
+            self._index_query = self._ask_keys(full)
 
     def _ask_keys(self, full: int) -> Tensor:
         """The index query; the scratch's counts are zero behind it."""
@@ -310,19 +285,14 @@ class DecodeStep:
     def _select(self, group: int, full: int, table: StepTable) -> None:
         stage, plan, head_weights = self._stage, self._plans[group], self._head_weights
         assert head_weights is not None, f"layer {full} makes a selection"
-        if self._ahead == "scores":
-            assert self._scratch is not None, "scores come ahead on a device"
-            choose_rows(table.tensor, self._place_of, self._positions, 0, plan.selection, self._scratch)
-        else:
-            query = self._ask_keys(full) if self._index_query is None else self._index_query
-            select_places(
-                table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection,
-                self._scratch, self._scratch is not None,
-            )  # fmt: skip
+        query = self._ask_keys(full) if self._index_query is None else self._index_query
+        select_places(
+            table.tensor, group, self._place_of, self._positions, query, head_weights, stage.layout.key, 0, plan.selection,
+            self._scratch, self._scratch is not None,
+        )  # fmt: skip
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
-        planned = stage.rounds.look_up if self._settles_behind else stage.rounds.plan
-        planned(table.tensor, group, self._place_of, self._mirrored, plan)
+        stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
 
     def _picked(self, local: int, group: int, place: int, table: StepTable) -> Picked:
         return Picked(table.tensor, group, place, local, self._place_of, self._plans[group])
@@ -330,13 +300,6 @@ class DecodeStep:
     def _gather(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
         picked = self._picked(layers[0], group, 0, table)
         self._stage.rounds.gather_group(picked, self._compact[: len(layers)], self._unwritten, self._new_at)
-        if not self._settles_behind and self._stage.device.type != "cpu" and selection_scratch.measured_settling == "behind":
-            self._stage.rounds.fill(picked, self._compact[: len(layers)])  # once more: what is recorded has run before
-
-    def _settle(self, group: int, layers: tuple[int, ...], table: StepTable) -> None:
-        picked = self._picked(layers[0], group, 0, table)
-        self._stage.rounds.settle(picked)
-        self._stage.rounds.fill(picked, self._compact[: len(layers)])
 
     def _ask(self, local: int, place: int) -> None:
         """The layer's absorbed query, and behind the group's first its row."""

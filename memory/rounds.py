@@ -15,11 +15,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.gather import Unwritten, fill_group, gather_group, gather_round
+from kernels.gather import Unwritten, gather_group, gather_round
 from kernels.layout import BlockLayout, TableLayout
 from kernels.locate import locate_resident
 from kernels.place import on_cpu
-from kernels.round import RoundPlan, clear_round, look_up_round, plan_round, settle_round
+from kernels.round import RoundPlan, clear_round, plan_round
 from kernels.sparse_mla import sparse_mla_addresses, sparse_mla_packed
 
 __all__ = ["OffloadRounds", "Picked", "Query", "ResidentRounds", "Rounds", "attend_gathered"]
@@ -69,18 +69,6 @@ class Rounds(Protocol):
 
     def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
         """`gather` for all layers of a group: `of` is its first, which alone has the step's own rows. Shapes as in `kernels/gather`."""
-        ...
-
-    def look_up(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
-        """The part of `plan` that `gather_group` needs; `settle` must follow behind that. On a device, where the placement copies."""
-        ...
-
-    def settle(self, of: Picked) -> None:
-        """The rest of the plan: which rows are kept, and where."""
-        ...
-
-    def fill(self, of: Picked, copies: Tensor) -> None:
-        """Fill the slots of a plan that was settled behind its gather, from what `gather_group` brought."""
         ...
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
@@ -134,18 +122,6 @@ class OffloadRounds:
         """See Rounds."""
         _gather_group(self._layout, self._table_layout, of, out, new, addresses)
 
-    def look_up(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
-        """See Rounds."""
-        look_up_round(table, self._table_layout, self._layout, group, place_of, mirrored, plan)
-
-    def settle(self, of: Picked) -> None:
-        """See Rounds."""
-        settle_round(of.table, self._table_layout, of.group, of.place_of, of.plan)
-
-    def fill(self, of: Picked, copies: Tensor) -> None:
-        """See Rounds."""
-        fill_group(of.plan, of.table, self._table_layout, of.place_of, of.group, copies)
-
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy: attention by the plan itself (`kernels/sparse_mla/planned.py`) made steps slower."""
         return _attend(self._layout, of, compact, query)
@@ -176,18 +152,6 @@ class ResidentRounds:
     def gather_group(self, of: Picked, out: Tensor, new: Unwritten, addresses: Tensor) -> None:
         """See Rounds."""
         _gather_group(self._layout, self._table_layout, of, out, new, addresses)
-
-    def look_up(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
-        """See Rounds. Nothing is settled here."""
-        raise AssertionError("rows that are read where they lie have a plan of one part")
-
-    def settle(self, of: Picked) -> None:
-        """See Rounds."""
-        raise AssertionError("rows that are read where they lie have a plan of one part")
-
-    def fill(self, of: Picked, copies: Tensor) -> None:
-        """See Rounds."""
-        raise AssertionError("rows that are read where they lie fill no slot")
 
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. A device reads rows where they lie; on the CPU that would be the same copy under another name."""

@@ -9,7 +9,7 @@ Invariants:
 3. What is recorded uses no buffer that may move or be given back while the recording lives.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -146,8 +146,6 @@ class _GraphStream(_Recording):
 class GraphRecorder:
     """A device's graphs. They share one pool of scratch memory, so two of them must never run at once."""
 
-    urgent: Collection[str] = ()  # last parts of names of streams whose work goes before the others'; set by a bench, until it was measured
-
     def __init__(self, device: torch.device) -> None:
         self.marks: list[Mark] | None = None  # set to a list before a recording: it then takes times around its work, at a cost
         self._device = device
@@ -161,8 +159,7 @@ class GraphRecorder:
 
         def stream_of(name: str) -> Stream:
             if name not in streams:
-                priority = -2 if name.rpartition(".")[2] in self.urgent else -1
-                streams[name] = _GraphStream(name, torch.cuda.Stream(self._device, priority=priority), self.marks)
+                streams[name] = _GraphStream(name, torch.cuda.Stream(self._device, priority=-1), self.marks)
             return streams[name]
 
         begun = stream_of(main)

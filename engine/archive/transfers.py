@@ -28,7 +28,7 @@ from engine.archive.manifest import Manifest
 from engine.archive.parts import Bytes
 from engine.archive.reader import Reader
 from engine.archive.writer import SEGMENT_BYTES, Writer
-from engine.errors import NotAdmitted, SessionBroken, SessionBusy, UnknownSession
+from engine.errors import ForebayError, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
 from engine.protocol import SessionId
 from engine.session import Phase, Session
 from engine.stage import Stage
@@ -37,6 +37,7 @@ from memory.append import blocks_of
 from memory.errors import BarrierFailed, DoesNotFit
 from memory.image import Image, Loading, read_out
 from memory.session import SessionMemory
+from streams import StreamError
 
 __all__ = ["Archives", "Exported", "TransferProgress"]
 
@@ -239,12 +240,16 @@ class Archives:
         memory = self._open(session)
         try:
             await self._fill(memory, reader, progress)
-        except BaseException:
+        except BaseException as error:
             try:
                 await memory.operations.settle()
             finally:
+                broken = memory.operations.broken
                 memory.close()
-            raise
+            cause = error if isinstance(error, (StreamError, RuntimeError)) else broken  # what an operation of a device ends with
+            if cause is None or isinstance(error, ForebayError) or not isinstance(error, Exception):
+                raise
+            raise SessionBroken(f"session {session.id} could not be brought back: {cause}; its archive is as it was, try again") from error
         session.memory = memory
         return session
 

@@ -27,7 +27,7 @@ from kernels.selection import Scratch, SelectionForm, score_rows, select_places
 __all__ = ["chain_cases"]
 
 _TABLE = TableLayout(1)
-_FORMS: tuple[SelectionForm, ...] = ("counted", "chunks", "pieces")
+_FORMS: tuple[SelectionForm, ...] = ("counted", "chunks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,34 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--draft-depths", dest="draft_depths", metavar="LIST", help="run all arms at each of these depths (what --draft-depth says)"
     )
 
-    parser.add_argument(
-        "--selection", choices=("auto", "counted", "chunks", "pieces"), default="auto", help="how a device's steps select (auto)"
-    )
-    parser.add_argument(
-        "--chain-start",
-        choices=("beside", "query", "scores"),
-        default="query",
-        help="what of a selection comes ahead of the query (query)",
-    )
-    parser.add_argument(
-        "--settling",
-        choices=("before", "behind"),
-        default="before",
-        help="when a plan is settled: before its gather or behind it (before)",
-    )
-    parser.add_argument("--urgent-selection", action="store_true", help="selections go before the products that run beside them")
-
-
-def _choose_selection(options: Mapping[str, object]) -> None:
-    """What the engines of this process do; no selection depends on it."""
-    from kernels.selection import scratch
-    from streams.capture import GraphRecorder
-
-    scratch.measured_start = options["chain_start"]  # type: ignore[assignment]  # one of argparse's choices
-    scratch.measured_settling = options["settling"]  # type: ignore[assignment]  # one of argparse's choices
-    scratch.measured_form = options["selection"]  # type: ignore[assignment]  # one of argparse's choices
-    GraphRecorder.urgent = ("selection",) if options["urgent_selection"] else ()
-
 
 def _load(invocation: Invocation) -> "Load":
     """What every arm runs. Raises BadSetting."""
@@ -126,7 +98,6 @@ def run(invocation: Invocation) -> int:
     from engine.bench.decode import DecodePlan, added_us, first_difference, table
 
     plan = DecodePlan(load, invocation.settings.engine, placements_of(invocation.options), depths)
-    _choose_selection(invocation.options)
     found = uvloop.run(_measure(plan, target))
     console = results()
     console.print(table(found))

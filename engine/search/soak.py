@@ -44,7 +44,9 @@ __all__ = ["SoakPlan", "SoakResult", "run_soak"]
 T = TypeVar("T")
 _SCRIPTS = 12
 _BLOCKS = 30  # of 64 rows: less than all clients' conversations would take, so that some wait and idle ones give up what they hold
-_STRUCK = ("layer.", "group.", "step.", "append.", "append tail", "copyback", "mirrored", "table.rewrite", "tables", "truncate", "fork")
+_STRUCK = (
+    "layer.", "group.", "step.", "append.", "append tail", "copyback", "mirrored", "table.rewrite", "tables", "truncate", "fork", "image",
+)  # fmt: skip
 _PAUSE_S = 0.02  # of an idle client, at most
 
 

@@ -45,18 +45,6 @@ class WatchedRounds:
         """See Rounds. Copies that lack rows yet are checked when they are attended to."""
         self._inner.gather_group(of, out, new, addresses)
 
-    def look_up(self, table: Tensor, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan) -> None:
-        """See Rounds. A device's alone, and what is watched runs on the CPU."""
-        self._inner.look_up(table, group, place_of, mirrored, plan)
-
-    def settle(self, of: Picked) -> None:
-        """See Rounds, and `look_up`."""
-        self._inner.settle(of)
-
-    def fill(self, of: Picked, copies: Tensor) -> None:
-        """See Rounds, and `look_up`."""
-        self._inner.fill(of, copies)
-
     def attend(self, of: Picked, compact: Tensor, query: Query) -> Tensor:
         """See Rounds. By way of a compact copy, so that what is read is checked."""
         if not self.copies:

@@ -16,7 +16,7 @@ from kernels.layout import BLOCK_ROWS, TableLayout
 from kernels.place import on_cpu
 from kernels.round.plan import RoundPlan
 
-__all__ = ["Unwritten", "fetch_misses", "fill_group", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
+__all__ = ["Unwritten", "fetch_misses", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
 
 
 def _check_rows(name: str, rows: Tensor, row_bytes: int) -> None:
@@ -137,14 +137,3 @@ def gather_group(
         from kernels.gather import kernel
 
         kernel.gather_group(plan, table, table_layout, place_of, group, offset_bytes, layer_bytes, out, new, addresses)
-
-
-def fill_group(plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int, out: Tensor) -> None:
-    """Fill the slots that the plan assigned from what `gather_group` brought to `out`, where the plan was settled behind it. Device alone.
-
-    Arguments as there; `out` still holds what was gathered. Slots are filled as `gather_group` does where it finds them in the plan.
-    """
-    _check_rows("out", out, out.shape[-1])
-    from kernels.gather import kernel
-
-    kernel.fill_group(plan, table, table_layout, place_of, group, out)

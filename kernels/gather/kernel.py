@@ -20,7 +20,7 @@ from kernels.gather.unwritten import Unwritten
 from kernels.layout import BLOCK_ROWS, GroupField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
-__all__ = ["copied_rows", "fetch_misses", "fill_group", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
+__all__ = ["copied_rows", "fetch_misses", "gather_blocks", "gather_group", "gather_round", "gather_rows"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 SLOTS = tl.constexpr(GroupField.SLOTS)
@@ -171,23 +171,6 @@ def _gather_group(
         _find_new(selection, place_of, positions, copy, addresses, tile - tiles, EACH, PICKS, PICKS_BLOCK, WORDS * WORD)
 
 
-@triton.jit
-def _fill_group(
-    fill, table, place_of, out, picks_all, first_field, FIELDS: tl.constexpr, PICKS: tl.constexpr, WORDS: tl.constexpr,
-    PADDED: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    layer = tl.program_id(1).to(tl.int64)
-    pick = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    to_slot = tl.load(fill + pick, mask=pick < picks_all, other=-1)
-    if tl.max(to_slot) >= 0:
-        place = tl.load(place_of + pick // PICKS, mask=pick < picks_all, other=-1).to(tl.int64)
-        fields = table + tl.maximum(place, 0) * FIELDS + first_field
-        kept = (to_slot >= 0) & (place >= 0)
-        hot = tl.load(fields + SLOTS) + layer * tl.load(fields + SLOTS_MAX) * (WORDS * WORD)
-        source = out.to(tl.int64) + (layer * picks_all + pick) * (WORDS * WORD)
-        copied_rows(tl.where(kept, source, 0), tl.where(kept, hot + to_slot.to(tl.int64) * (WORDS * WORD), 0), WORDS, PADDED)
-
-
 WORDS_TILE = 2048  # words a program holds: 4 pieces of 16 bytes a thread of 128
 # Of a long history's: 192 programs of packed rows of 656 bytes, so that 1.5 MiB are under way and most of the device is left to others. A
 # program a piece fills every place on it for as long as the bus takes, and each launch of a step waits for places in between.
@@ -285,18 +268,6 @@ def gather_group(
     )  # fmt: skip
 
 
-def fill_group(plan: RoundPlan, table: Tensor, table_layout: TableLayout, place_of: Tensor, group: int, out: Tensor) -> None:
-    """See kernels/gather. One launch; capturable."""
-    layers, rows, picks, row_bytes = out.shape
-    if rows * picks == 0:
-        return
-    _check_alignment("out", out)
-    words, padded, tile = _row_tile(row_bytes)
-    _fill_group[(triton.cdiv(rows * picks, tile), layers)](
-        plan.fill, table, place_of, out, rows * picks, table_layout.group(group, 0), table.shape[1], picks, words, padded, tile
-    )
-
-
 _ROW = {"WORDS": 164, "PADDED": 256, "TILE": 8}
 _PICKS = dict.fromkeys(("selection", "slot", "fill", "miss", "place_of"), "*i32") | {"source": "*i64", "table": "*i64"}
 _HOST = dict.fromkeys(("picks_all", "scratch_rows", "first_field", "layer_in_group", "offset_bytes"), "i32")
@@ -305,7 +276,6 @@ _SPAN = {"block_addresses": "*i64", "offset_bytes": "i32", "rows": "i32", "count
 _FETCH = {"misses": "*i64", "miss_source": "*i64", "offset_bytes": "i32", "scratch": "*u8", "scratch_rows": "i32", **_ROW}
 _GROUP = {**_ROUND, "positions": "*i64", "addresses": "*i64", "layer_bytes": "i64", "PICKS_BLOCK": 2048}
 _GROUP = {name: value for name, value in _GROUP.items() if name not in ("miss", "scratch", "scratch_rows", "layer_in_group")}
-_NOT_FILLING = ("selection", "slot", "source", "positions", "addresses", "offset_bytes", "layer_bytes", "PICKS_BLOCK", "EACH")
 COMPILE = [
     (_gather_rows, {"addresses": "*i64", "out": "*u8", "rows": "i32", **_ROW}),
     (_gather_blocks, {**_SPAN, "COUNTED": False}),
@@ -316,5 +286,4 @@ COMPILE = [
     (_gather_round, {**_ROUND, "PREFETCHED": True, "PICKS": 2047}),  # tiles that cross rows
     (_gather_group, {**_GROUP, "EACH": 1}),
     (_gather_group, {**_GROUP, "EACH": 4, "PICKS": 2047}),
-    (_fill_group, {name: value for name, value in _GROUP.items() if name not in _NOT_FILLING}),
 ]

@@ -21,7 +21,7 @@ from kernels.place import on_cpu
 from kernels.round import reference
 from kernels.round.plan import RoundPlan
 
-__all__ = ["RoundPlan", "begin_round", "clear_round", "look_up_round", "plan_round", "settle_round", "unmap_from", "unmap_positions"]
+__all__ = ["RoundPlan", "begin_round", "clear_round", "plan_round", "unmap_from", "unmap_positions"]
 
 
 def begin_round(table: Tensor) -> None:
@@ -56,26 +56,6 @@ def plan_round(
         from kernels.round import kernel
 
         kernel.plan_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
-
-
-def look_up_round(
-    table: Tensor, table_layout: TableLayout, block_layout: BlockLayout, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan
-) -> None:
-    """The first half of `plan_round`, on a device alone: where every pick is read from, and no slot to fill yet.
-
-    Arguments as there. Until `settle_round` has run behind it nobody else may read the group's maps, and it must run.
-    """
-    from kernels.round import kernel
-
-    assert plan.rows * plan.picks > 0, "a round of no picks has no halves"
-    kernel.look_up_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
-
-
-def settle_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:
-    """The second half: victims for the leaders, maps, and the slots that picks fill. `plan_round` is both, one behind the other."""
-    from kernels.round import kernel
-
-    kernel.settle_round(table, table_layout, group, place_of, plan)
 
 
 def clear_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from kernels.layout import BLOCK_ROWS, GROUP_FIELDS, RING_BLOCKS, BlockLayout, GroupField, StateField, TableField, TableLayout
 from kernels.round.plan import RoundPlan
 
-__all__ = ["begin_round", "clear_round", "look_up_round", "plan_round", "settle_round", "unmap_from", "unmap_positions"]
+__all__ = ["begin_round", "clear_round", "plan_round", "unmap_from", "unmap_positions"]
 
 LEAST = tl.constexpr(-(2**31))  # entry of an elected leader: LEAST + its pick, always below -1
 MISSING = tl.constexpr(-2)  # plan.miss between the launches; a duplicate is -3 - its leader's pick until that has a number
@@ -308,30 +308,17 @@ def plan_round(
     if plan.rows == 0 or plan.picks == 0:
         plan.forget()
         return
-    look_up_round(table, table_layout, block_layout, group, place_of, mirrored, plan)
-    settle_round(table, table_layout, group, place_of, plan)
-
-
-def look_up_round(
-    table: Tensor, table_layout: TableLayout, block_layout: BlockLayout, group: int, place_of: Tensor, mirrored: Tensor, plan: RoundPlan
-) -> None:
-    """See kernels/round. The first launch."""
     assert plan.rows * plan.picks < 2**31 - 3, f"{plan.rows} rows of {plan.picks} picks do not fit 32-bit pick numbers"
     tile = _tile(plan.picks, PICKS_TILE)
+    places, fields = table.shape
+    first_field = table_layout.group(group, 0)
     _look_up[(plan.rows, triton.cdiv(plan.picks, tile))](
         table, place_of, mirrored, plan.selection, plan.slot, plan.fill, plan.miss, plan.source, plan.miss_source, plan.scratch,
-        plan.rows, table_layout.group(group, 0), table.shape[1], plan.picks, block_layout.row.row_bytes, block_layout.block_bytes, tile,
-        num_warps=4,
+        plan.rows, first_field, fields, plan.picks, block_layout.row.row_bytes, block_layout.block_bytes, tile, num_warps=4,
     )  # fmt: skip
-
-
-def settle_round(table: Tensor, table_layout: TableLayout, group: int, place_of: Tensor, plan: RoundPlan) -> None:
-    """See kernels/round. The second launch."""
-    places, fields = table.shape
     _settle[(places,)](
         table, place_of, plan.selection, plan.fill, plan.miss, plan.source, plan.misses, plan.miss_source, plan.scratch,
-        plan.rows, table_layout.group(group, 0), fields, plan.picks, _tile(plan.picks, SETTLE_TILE_MAX),
-        triton.next_power_of_2(plan.rows), num_warps=8,
+        plan.rows, first_field, fields, plan.picks, _tile(plan.picks, SETTLE_TILE_MAX), triton.next_power_of_2(plan.rows), num_warps=8,
     )  # fmt: skip
 
 

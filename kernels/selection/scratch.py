@@ -8,11 +8,8 @@ from torch import Tensor
 
 __all__ = ["COUNTED_ALONE_MAX", "COUNTED_COLUMNS_MAX", "Scratch", "SelectionForm"]
 
-SelectionForm = Literal["auto", "chunks", "pieces", "counted"]
+SelectionForm = Literal["auto", "chunks", "counted"]
 
-measured_form: SelectionForm = "auto"  # what "auto" means, set by a bench before its engines open: until the forms have been compared
-measured_start: Literal["beside", "query", "scores"] = "query"  # what of the chain is ahead of a layer's query; set likewise
-measured_settling: Literal["before", "behind"] = "before"  # whether a plan is settled before its gather or behind it; set likewise
 COUNTED_COLUMNS_MAX = 65_536  # measured: of 131,072 keys counting costs four rows more than its launches save, a million one row too
 COUNTED_ALONE_MAX = 131_072  # of one row alone
 _ROW_COUNTS = 512 + 32  # int32 a row, see `kernels/select/digits.py`
@@ -38,13 +35,12 @@ class Scratch:
         """Room for rows of `columns` scores. All forms choose the same positions, and a form follows from the columns unless it is given.
 
         Args: form: "counted": digits are counted with the scores, then two launches; "chunks": seven launches over chunks of 2,048
-            positions; "pieces": the same over chunks of 512.
+            positions.
         """
         scores = torch.zeros((rows, columns), device=device)
-        form = measured_form if form == "auto" else form
         if form == "auto":
             form = "counted" if columns <= (COUNTED_ALONE_MAX if rows == 1 else COUNTED_COLUMNS_MAX) else "chunks"
         if form != "counted":
-            return cls(scores, None, None, 2048 if form == "chunks" else 512)
+            return cls(scores, None, None, 2048)
         counts = torch.zeros((rows, _ROW_COUNTS), dtype=torch.int32, device=device)
         return cls(scores, counts, torch.zeros((2, rows, columns), dtype=torch.int32, device=device), 512)

@@ -1,4 +1,4 @@
-"""A step that fails before its table was written: the table still names those before, who may be gone, and nothing of theirs is touched."""
+"""Operations that fail: a table that was not written, whose step touches nothing of those it names, and copies of a coming session."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -74,4 +74,27 @@ async def test_only_a_table_that_was_written_is_followed(
         assert bool(followed) == cleared
         fine = await engine.generate(ids(90, 1), greedy(4)).complete()
     assert len(fine.token_ids) == 4
+    await backend.close()
+
+
+@pytest.mark.parametrize("label", ["tables", "image load", "image finish"])
+async def test_a_session_that_cannot_be_brought_back_leaves_nothing(tmp_path: Path, label: str) -> None:
+    """One line to the caller whatever copy failed; no memory is held, and the archive brings the session at the next try."""
+    backend, archive = _Failing(), tmp_path / "archive"
+    (tmp_path / "model").mkdir()
+    async with Engine.open(make_checkpoint(tmp_path / "model", NAME), small(hot_rows=TOP_K), backend=backend) as engine:
+        session = await engine.create_session()
+        await engine.generate(ids(90, 1), greedy(4), session=session).complete()
+        whole = list(engine.sessions[session].token_ids)
+        await engine.export_session(session, archive)
+        await engine.close_session(session)
+        free = engine.stage.arena.statistics().free, engine.stage.pool.statistics()
+        backend.label = label
+        with pytest.raises(SessionBroken, match=r"could not be brought back: .*on purpose; its archive is as it was"):
+            await engine.import_session(archive)
+        assert not backend.label, "nothing of that name ran"
+        assert not engine.sessions
+        assert (engine.stage.arena.statistics().free, engine.stage.pool.statistics()) == free
+        back = await engine.import_session(archive)
+        assert list(engine.sessions[back].token_ids) == whole
     await backend.close()

@@ -1,18 +1,12 @@
 """Interpreted gathers: the reference's own tests, whole random steps, and rows of the model's true size."""
 
 import time
-from typing import Any
 
 import interpreted
-import pytest
 import torch
 
-from kernels.gather import fill_group, gather_blocks, gather_group, gather_rows, kernel
-from kernels.layout import TableLayout
-from kernels.round import RoundPlan, look_up_round, settle_round
-from tests.kernels import round_world
+from kernels.gather import gather_blocks, gather_rows, kernel
 from tests.kernels.round_world import LAYOUT, POISON, ROW_BYTES, PlainSession, Step
-from tests.kernels.test_gather import test_a_group_at_once_gives_what_its_layers_do
 
 
 def random_steps(steps: int) -> None:
@@ -61,27 +55,9 @@ def blocks_by_a_device_count() -> None:
     interpreted.same("after an absent block", out[128:130], one.truth[layer, 128:130])
 
 
-def groups_settle_behind_their_gathers() -> None:
-    """A plan whose second part, and the slots it fills, follow the gather leaves copies, maps and slots as a whole one does."""
-
-    def gathered_then_settled(
-        plan: RoundPlan, table: torch.Tensor, layout: TableLayout, place_of: torch.Tensor, group: int, *rest: Any
-    ) -> None:
-        gather_group(plan, table, layout, place_of, group, *rest)
-        assert bool((plan.fill == -1).all()), "a slot was to be filled before anybody had chosen it"
-        settle_round(table, layout, group, place_of, plan)
-        fill_group(plan, table, layout, place_of, group, rest[2])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(round_world, "plan_round", look_up_round)
-        patch.setattr(round_world, "gather_group", gathered_then_settled)
-        test_a_group_at_once_gives_what_its_layers_do(1)
-
-
 def main() -> None:
     begun = time.monotonic()
     random_steps(4)
-    groups_settle_behind_their_gathers()
     kernel.WORDS_TILE, kernel.FETCH_PROGRAMS_MAX = 16, 1  # four rows a program: partial tiles, a fetch that goes round
     with interpreted.programs_backwards():
         random_steps(4)

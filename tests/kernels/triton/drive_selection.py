@@ -19,7 +19,7 @@ from tests.kernels.score_digits import digit_counts
 LAYOUT = KeyLayout("bf16", 16)
 TABLE_LAYOUT = TableLayout(2)
 LENGTHS = (1, 65, 1030)  # keys of each session
-FORMS: tuple[SelectionForm, ...] = ("counted", "chunks", "pieces")
+FORMS: tuple[SelectionForm, ...] = ("counted", "chunks")
 
 
 class World:
@@ -49,7 +49,7 @@ def compare(place_of: list[int], positions: list[int], first: int, k: int) -> No
     weights = torch.randint(-2, 3, (rows, 4), generator=generator).float()
     asked = torch.tensor(place_of, dtype=torch.int32), torch.tensor(positions)
     told = [torch.full((rows, k), 99, dtype=torch.int32) for _ in range(2)]
-    for group, form in itertools.product({rows % 2, 1} if rows < 8 else {1}, FORMS if rows < 4 else FORMS[:2]):
+    for group, form in itertools.product({rows % 2, 1} if rows < 8 else {1}, FORMS):
         scratch = poisoned(Scratch.of(rows + 1, 2 * PAGE_KEYS, torch.device("cpu"), form))
         told[0].fill_(99)
         kernel.select_places(world.table, group, *asked, query, weights, LAYOUT, first, told[0], scratch)
