@@ -320,7 +320,7 @@ class _Soak:
 
 def _process() -> tuple[int, int, int]:
     """File descriptors, threads but for the loop's own pool, and tasks of this process."""
-    threads = sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    threads = sum(not thread.name.startswith(("asyncio_", "uvloop_")) for thread in threading.enumerate())
     return len(os.listdir("/proc/self/fd")), threads, len(asyncio.all_tasks())
 
 
