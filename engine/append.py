@@ -25,7 +25,7 @@ from engine.chain import Chain
 from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingState, SamplingTable
-from engine.stage import Stage
+from engine.stage import Stage, activations_bytes
 from engine.unit import Unit
 from kernels.gather import gather_blocks, gather_rows
 from kernels.index_score import index_scores
@@ -38,7 +38,7 @@ from memory.session import SessionMemory
 from memory.staging import landing, pinned
 from streams import Event
 
-__all__ = ["AppendOutput", "AppendRun", "Scratch"]
+__all__ = ["AppendOutput", "AppendRun", "Scratch", "reserve_scratch"]
 
 _QUERY_TILE = 64  # query rows scored at once, of long histories half as many: bounds the score scratch
 _LONG_KEYS = 1 << 19
@@ -63,10 +63,41 @@ class AppendOutput:
 
 
 class Scratch:
-    """Packed rows of two layers by position, uint8 [rows, row_bytes] each; of whichever append has a chunk open."""
+    """Of whichever append has a chunk open: packed rows of two layers by position, uint8 [rows, row_bytes] each, and room for scores.
+
+    Each is taken once for a whole append: a device's allocator keeps each size that was asked for, and stops the device to ask for more.
+    """
 
     def __init__(self) -> None:
         self.held: list[Tensor | None] = [None, None]
+        self._scores: Tensor | None = None
+
+    def scores(self, rows: int, columns: int, end: int, device: torch.device) -> Tensor:
+        """Float32 [rows, columns], used until the next call. Args: end: rows that the session has when the append is over."""
+        if self._scores is None or self._scores.numel() < rows * columns:
+            self._scores = torch.empty(max(rows * columns, _most_scores(end)), device=device)
+        return self._scores[: rows * columns].view(rows, columns)
+
+
+def reserve_scratch(stage: Stage, rows: int) -> tuple[Event[None], ...]:
+    """Have a device's allocator ask the driver for the scratch of an append that ends at `rows` rows, and keep it: a later one finds it.
+
+    Done on the streams that will use it, which is how an allocator sorts what it keeps. No more than half of what activations have.
+    """
+    row_bytes, device = stage.layout.row.row_bytes, stage.device
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    while 2 * (2 * rows * row_bytes + 4 * _most_scores(rows)) > activations_bytes(total):
+        rows //= 2
+
+    def hold() -> None:
+        held = [torch.empty((rows, row_bytes), dtype=torch.uint8, device=device) for _ in range(2)]
+        del held
+
+    def score() -> None:
+        torch.empty(_most_scores(rows), device=device)
+
+    streams = stage.streams
+    return streams.prefetch.submit(hold, label="append.reserve"), streams.compute.submit(score, label="append.reserve")
 
 
 class AppendRun:
@@ -191,7 +222,6 @@ class AppendRun:
         end = chunk.first + chunk.rows
         held = self._scratch.held[local % 2]
         if held is None or held.shape[0] < end:
-            # For the whole append at once: a device's allocator keeps each size that was asked for, and stops the device to ask for more.
             self._scratch.held[local % 2] = held = torch.empty((self._end, row_bytes), dtype=torch.uint8, device=self._stage.device)
         self._bring(chunk, local, 0, chunk.first, held)
 
@@ -222,15 +252,14 @@ class AppendRun:
         query, head_weights = self._query, self._head_weights
         pages = self._memory.pages.table[group]
         columns = -(-(chunk.first + end) // PAGE_KEYS) * PAGE_KEYS
-        # A device's allocator keeps what it gave for each size asked for: a prompt asks for few sizes, not for one a page.
-        apart = columns if query.device.type == "cpu" else 1 << (columns - 1).bit_length()
         each = _tile_rows(chunk.first + chunk.rows)
-        scores = torch.empty((min(each, end - first), apart), device=query.device)[:, :columns]
+        scores = self._scratch.scores(min(each, end - first), columns, self._end, query.device)
         for start in range(first, end, each):
             stop = min(start + each, end)
             keys = chunk.first + stop
             tile = scores[: stop - start]
-            index_scores(query[start:stop], head_weights[start:stop], pages[: -(-keys // PAGE_KEYS)], keys, self._stage.layout.key, tile)
+            asked = query[start:stop], head_weights[start:stop], pages[: -(-keys // PAGE_KEYS)], keys
+            index_scores(*asked, self._stage.layout.key, tile, tile=True)
             last = self._positions[start:stop] + 1
             picks = self._selection.shape[1]
             select(tile, torch.zeros_like(last), last, picks, self._selection[start:stop])
@@ -311,8 +340,13 @@ def _without_first(chunk: AppendChunk) -> AppendChunk:
 
 
 def _tile_rows(keys: int) -> int:
-    """Query rows scored at once over so many keys; more than the decode kernels take, so that all tiles of a chunk go one way."""
+    """Query rows scored at once over so many keys."""
     return _QUERY_TILE if keys <= _LONG_KEYS else _QUERY_TILE // 2
+
+
+def _most_scores(end: int) -> int:
+    """Of any tile of an append that ends at `end` rows."""
+    return max(_tile_rows(keys) * -(-keys // PAGE_KEYS) * PAGE_KEYS for keys in (end, min(end, _LONG_KEYS)))
 
 
 def _tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:

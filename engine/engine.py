@@ -123,9 +123,8 @@ class Engine:
         try:
             async with engine.running():
                 if backend is None and device.type != "cpu":
-                    room = context_max // 2
-                    sessions = min(config.decode_batch_limit, max(1, room // _WARM_TOKENS))
-                    await warm_up(engine.generate, sessions=sessions, rows=max(1, min(config.append_chunk_rows, room)))
+                    sessions = min(config.decode_batch_limit, max(1, context_max // 2 // _WARM_TOKENS))
+                    await warm_up(engine, stage, sessions=sessions, rows=stage.tokens_fit(context_max))
                     engine._loop.stored.close()  # nobody will ask for what warmed it
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()

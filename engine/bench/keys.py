@@ -108,11 +108,13 @@ class _Comparison:
         self._asked: tuple[Any, ...] = ()
         self._group_of: dict[int, int] = {}
 
-    def scores(self, query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor) -> None:
+    def scores(
+        self, query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor, *, tile: bool = False
+    ) -> None:  # fmt: skip
         """As `index_scores`."""
         group = self._group_of.setdefault(pages.data_ptr(), len(self._group_of))  # pages of a layer are one row of one table
         self._asked = query, head_weights, pages, int(keys), layout, group
-        index_scores(query, head_weights, pages, keys, layout, out)
+        index_scores(query, head_weights, pages, keys, layout, out, tile=tile)
 
     def select(self, scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor) -> None:
         """As `select`, and then the other formats' choices for some of the rows."""

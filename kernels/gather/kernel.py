@@ -60,7 +60,7 @@ def _gather_rows(addresses, out, rows, WORDS: tl.constexpr, PADDED: tl.constexpr
     _store_rows(to, _load_rows(address, WORDS, PADDED), WORDS, PADDED)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["block_addresses", "count"])
 def _gather_blocks(block_addresses, offset_bytes, rows, count, out, COUNTED: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
     block = tl.program_id(0)
     word = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -16,7 +16,9 @@ __all__ = ["index_scores"]
 _TILE_ROWS_MAX = 16  # more rows are a tile of an append's, for which the keys are read once; fewer would be padding in its products
 
 
-def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor) -> None:
+def index_scores(
+    query: Tensor, head_weights: Tensor, pages: Tensor, keys: int | Tensor, layout: KeyLayout, out: Tensor, *, tile: bool = False
+) -> None:
     """Score positions 0 to keys - 1. Scores may be negative; nothing is masked.
 
     query         [rows, heads, width]  float    rotated; any strides
@@ -25,7 +27,8 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
     out           [rows, columns]       float32  columns >= keys rounded up to whole pages; written in full up to there, where columns
                                                  from `keys` on hold what the page's unused keys happen to give (NaN included)
     Args: keys: how many positions have a key, >= 0; on a device also a tensor int64 [1] there, which a replayed launch reads anew (its
-    bounds are then not checked). layout: how keys are stored.
+    bounds are then not checked). layout: how keys are stored. tile: a tile of an append's, which goes one way on a device however few its
+    rows are: how programs of few rows share out the keys follows their number, and each way would be compiled while somebody waits.
     """
     assert query.shape[2] == layout.width, f"queries are {query.shape[2]} wide, keys {layout.width}"
     assert head_weights.dtype == torch.float32, f"head weights are {head_weights.dtype}"
@@ -38,7 +41,7 @@ def index_scores(query: Tensor, head_weights: Tensor, pages: Tensor, keys: int |
         reference.index_scores(query, head_weights, pages, keys, layout, out)
         return
     assert out.stride(1) == 1, "scores of a row do not lie side by side"
-    if query.shape[0] > _TILE_ROWS_MAX and isinstance(keys, int):
+    if (tile or query.shape[0] > _TILE_ROWS_MAX) and isinstance(keys, int):
         from kernels.index_score import bulk
 
         bulk.index_scores(query, head_weights, pages, keys, layout, out)

@@ -1,4 +1,4 @@
-"""Index scores of tens of query rows that share one list of pages. For appends.
+"""Index scores of query rows that share one list of pages. For appends.
 
 A program takes 128 keys, once, and multiplies them by every query row, some rows at a time: keys come from memory once a call, queries
 (8 KiB a row) from L2.
@@ -27,7 +27,8 @@ RUN = tl.constexpr(BLOCK_ROWS)
 PAGE = tl.constexpr(PAGE_KEYS)
 
 
-@triton.jit
+# A tile has any number of rows, and a layer's pages begin where the table's width puts them: neither may make the kernel anew.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["pages"])
 def _score_rows(pages, query, head_weights, out, rows, q_row, q_head, q_value, w_row, w_head, out_row, HEADS: tl.constexpr,
                 WIDTH: tl.constexpr, KEY_STRIDE: tl.constexpr, RUN_STRIDE: tl.constexpr, HEADS_BLOCK: tl.constexpr,
                 WIDTH_BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,

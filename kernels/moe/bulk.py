@@ -47,7 +47,7 @@ def _first_at_least(ascending, wanted, count, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def _map_tiles(sorted_experts, tile_map, pairs, tiles, BLOCK: tl.constexpr, STEPS: tl.constexpr, TILE_M: tl.constexpr,
                TILES_BLOCK: tl.constexpr):  # fmt: skip
     """tile_map [tiles, 3] int32: each tile's expert (-1: no such tile), its first place in the sorted order, its pairs."""
@@ -269,7 +269,7 @@ def _band(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, down
     tiles = min(pairs, count + pairs // tile_pairs)
     tile_map = torch.empty((tiles, 3), dtype=torch.int32, device=y.device)
     _map_tiles[(triton.cdiv(tiles, _MAP_TILES),)](
-        ascending, tile_map, pairs, tiles, BLOCK=triton.next_power_of_2(count), STEPS=(triton.next_power_of_2(pairs) * 2 - 1).bit_length(),
+        ascending, tile_map, pairs, tiles, BLOCK=triton.next_power_of_2(count), STEPS=(BAND_ROWS * slots).bit_length(),
         TILE_M=tile_pairs, TILES_BLOCK=_MAP_TILES, num_warps=4,
     )  # fmt: skip
     activated = _multiply(y, gate_up, order, tile_map, slots, gated=True, wide=wide)
@@ -311,8 +311,8 @@ def _integer_case(gated: bool, outputs: int, width: int, bits: int, zeros: bool)
 COMPILE = [
     (_integer_grouped, _integer_case(True, 2048, 6144, 4, False)),
     (_integer_grouped, _integer_case(False, 6144, 2048, 8, True)),
-    (_map_tiles, {"sorted_experts": "*i64", "tile_map": "*i32", "pairs": "i32", "tiles": "i32", "BLOCK": 256, "STEPS": 15, "TILE_M": 64,
-                  "TILES_BLOCK": _MAP_TILES, "num_warps": 4}),
+    (_map_tiles, {"sorted_experts": "*i64", "tile_map": "*i32", "pairs": "i32", "tiles": "i32", "BLOCK": 256, "STEPS": 16,
+                  "TILE_M": 64, "TILES_BLOCK": _MAP_TILES, "num_warps": 4}),
     (_grouped, _case(True, 2048, 6144, "*bf16")),
     (_grouped, _case(False, 6144, 2048, "*bf16")),
     (_grouped, _case(True, 2048, 6144, "*fp8e4nv")),

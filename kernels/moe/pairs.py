@@ -36,7 +36,7 @@ class Grouping:
         return self.expert.shape[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _group(expert_of, tile_expert, tile_pair, pairs, tiles, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr):
     """Give every pair its place: tiles of one expert each, experts ascending, an expert's pairs in their order."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

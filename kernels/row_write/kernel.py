@@ -182,7 +182,7 @@ def _write_rows(
                LATENT_PADDED, ROPE_PADDED)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _write_keys(
     projected, weight, bias, cos, sin, destinations, pages, positions, projected_stride, table_stride, every, offset_bytes, eps,
     SKIP_FIRST: tl.constexpr, PAIRS: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, KEY_BYTES: tl.constexpr,
@@ -193,7 +193,7 @@ def _write_keys(
                offset_bytes, eps, SKIP_FIRST, PAIRS, WIDE, WIDTH, KEY_BYTES, PADDED)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pages"])
 def _write_layer(
     latent, latent_weight, latent_out, source, weight, key_source, key_weight, key_bias, heads, heads_out, cos, sin, destinations,
     copies, key_destinations, pages, latent_stride, source_stride, key_stride, heads_stride, table_stride, offset_bytes, copies_offset,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["CHUNK", "cut_of", "find_cuts", "rank_of", "select", "taken_of", "tally"]
+__all__ = ["CHUNK", "cut_of", "find_cuts", "rank_of", "select", "tally"]
 
 CHUNK = 2048
 WARPS = 4
@@ -27,6 +27,7 @@ _DIGITS = 256
 _PASSES = 4
 # A prompt's scores grow from tile to tile: their number must not make a kernel anew, which takes a quarter of a second.
 GROWS = ("chunks",)
+_CHUNKS_BLOCK = 256  # tallies of earlier chunks that are added at a time, whatever their number
 
 
 @triton.jit
@@ -101,13 +102,17 @@ def tally(scores, stride, columns, first, last, states, counts, tallies, chunks,
 
 
 @triton.jit
-def taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+def _taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Which of a chunk's ranks are among the best, and how many of the row's come before each."""
-    earlier = tl.arange(0, CHUNKS_BLOCK)
-    counted = (earlier < chunk) & (earlier >= begin // CHUNK)
-    from_tally = tallies + (row * chunks + earlier) * 2
-    above_before = tl.sum(tl.load(from_tally, mask=counted, other=0))
-    equal_before = tl.sum(tl.load(from_tally + 1, mask=counted, other=0))
+    above_before = 0
+    equal_before = 0
+    start = (tl.maximum(begin, 0) // CHUNK).to(tl.int32)
+    while start < chunk:
+        earlier = start + tl.arange(0, CHUNKS_BLOCK)
+        from_tally = tallies + (row * chunks + earlier) * 2
+        above_before += tl.sum(tl.load(from_tally, mask=earlier < chunk, other=0))
+        equal_before += tl.sum(tl.load(from_tally + 1, mask=earlier < chunk, other=0))
+        start += CHUNKS_BLOCK
     above = (inside & (rank > cut)).to(tl.int32)
     equal = (inside & (rank == cut)).to(tl.int32)
     both = above | (equal << 16)  # one prefix sum for two counts of at most 4,096
@@ -133,7 +138,7 @@ def _write(scores, stride, columns, first, last, limit, states, counts, tallies,
         position = chunk * CHUNK + tl.arange(0, CHUNK)
         inside = (position >= begin) & (position < end)
         rank = rank_of(tl.load(scores + row * stride + position, mask=position < columns, other=0.0))
-        taken, place = taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK, CHUNK)
+        taken, place = _taken_of(rank, inside, cut, equals, tallies, row, chunk, begin, chunks, CHUNKS_BLOCK, CHUNK)
         tl.store(out + row * out_stride + place, position, mask=taken)
 
 
@@ -177,7 +182,7 @@ def select(scores: Tensor, first: Tensor, last: Tensor, k: int, out: Tensor, chu
     )  # fmt: skip
     _write[(chunks, rows)](
         scores, scores.stride(0), columns, first, last, k, states, counts, tallies, out, out.stride(0), chunks,
-        CHUNKS_BLOCK=triton.next_power_of_2(chunks), PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=chunk, num_warps=WARPS,
+        CHUNKS_BLOCK=_CHUNKS_BLOCK, PICKS_BLOCK=triton.next_power_of_2(k), CHUNK=chunk, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -196,5 +201,5 @@ COMPILE = [
     *((_count, _SCORES | {"limits": "*i64", "limit": "i32", "PASS": number, "PER_ROW": per_row, "CHUNK": CHUNK})
       for number, per_row in ((0, True), (1, False), (3, False))),
     (tally, _FOUND),
-    (_write, _FOUND | {"limit": "i32", "out": "*i32", "out_stride": 2048, "CHUNKS_BLOCK": 256, "PICKS_BLOCK": 2048}),
+    (_write, _FOUND | {"limit": "i32", "out": "*i32", "out_stride": 2048, "CHUNKS_BLOCK": _CHUNKS_BLOCK, "PICKS_BLOCK": 2048}),
 ]  # fmt: skip

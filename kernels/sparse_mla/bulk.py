@@ -101,7 +101,7 @@ def _end_of(selection, row, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr):
 def _attend_row(query_latent, query_rope, latent, rope, selection, out, ql_row, ql_head, ql_value, qr_row, qr_head, qr_value, latent_bytes,
                 rope_bytes, SCALE: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr, HALF_BLOCK: tl.constexpr, ROPE: tl.constexpr,
                 ROPE_BLOCK: tl.constexpr, ROPE_OFFSET: tl.constexpr, PICKS: tl.constexpr, PICKS_BLOCK: tl.constexpr,
-                ENCODING: tl.constexpr, EXACT: tl.constexpr, COMPACT: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr,
+                ENCODING: tl.constexpr, EXACT: tl.constexpr, TILE_P: tl.constexpr, TILE_H: tl.constexpr,
                 STAGES: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
@@ -118,9 +118,8 @@ def _attend_row(query_latent, query_rope, latent, rope, selection, out, ql_row, 
         pick = start + tl.arange(0, TILE_P)
         chosen = tl.load(selection + row * PICKS + pick, mask=pick < PICKS, other=-1).to(tl.int64)
         used = chosen >= 0
-        at = row * PICKS + pick if COMPACT else chosen
-        at_latent = latent + at * latent_bytes
-        at_rope = rope + at * rope_bytes + ROPE_OFFSET
+        at_latent = latent + chosen * latent_bytes
+        at_rope = rope + chosen * rope_bytes + ROPE_OFFSET
         logits = _logits(query_latent + row * ql_row, ql_head, ql_value, turned, head, known, at_latent, at_rope, used, LATENT, ROPE,
                          ROPE_BLOCK, ENCODING, EXACT, STAGES)  # fmt: skip
         logits = tl.where(used[None, :], logits * SCALE, float("-inf"))
@@ -154,9 +153,9 @@ def _shapes(heads: int, layout: RowLayout, picks: int, exact: bool) -> dict[str,
 
 def _launch(
     query_latent: Tensor, query_rope: Tensor, latent: Tensor, rope: Tensor, selection: Tensor, layout: RowLayout, scale: float,
-    *, strides: tuple[int, int], rope_offset: int, compact: bool = False,
+    *, strides: tuple[int, int], rope_offset: int,
 ) -> Tensor:  # fmt: skip
-    """`latent` and `rope` are uint8 from whose starts rows lie `strides` bytes apart: a row each position, or (compact) each pick."""
+    """`latent` and `rope` are uint8 from whose starts rows lie `strides` bytes apart."""
     rows, heads, width = query_latent.shape
     picks = selection.shape[1]
     out = torch.empty((rows, heads, width), dtype=query_latent.dtype, device=query_latent.device)
@@ -165,7 +164,7 @@ def _launch(
     shapes = _shapes(heads, layout, picks, torch.float32 in (query_latent.dtype, query_rope.dtype) or layout.encoding == "f32")
     _attend_row[(rows, triton.cdiv(heads, shapes["TILE_H"]))](
         query_latent, query_rope, latent, rope, selection.contiguous(), out, *query_latent.stride(), *query_rope.stride(), *strides,
-        SCALE=scale, ROPE_OFFSET=rope_offset, COMPACT=compact, **shapes,
+        SCALE=scale, ROPE_OFFSET=rope_offset, **shapes,
     )  # fmt: skip
     return out
 
@@ -180,25 +179,25 @@ def sparse_mla_indexed(query_latent: Tensor, query_rope: Tensor, latent: Tensor,
 
 def sparse_mla_packed(query_latent: Tensor, query_rope: Tensor, rows: Tensor, selection: Tensor, layout: RowLayout, scale: float) -> Tensor:
     """See the package page."""
-    strides, compact = (layout.row_bytes, layout.row_bytes), rows.dim() == 3
-    return _launch(
-        query_latent, query_rope, rows, rows, selection, layout, scale, strides=strides, rope_offset=layout.rope_offset, compact=compact
-    )
+    if rows.dim() == 3:  # a copy of the picks is a history of its own: one kernel for both, made before a prompt is long enough for copies
+        numbers = torch.arange(selection.numel(), dtype=torch.int32, device=selection.device).view(selection.shape)
+        selection = torch.where(selection >= 0, numbers, -1)
+    strides = layout.row_bytes, layout.row_bytes
+    return _launch(query_latent, query_rope, rows, rows, selection, layout, scale, strides=strides, rope_offset=layout.rope_offset)
 
 
-def _case(encoding: str, query: str = "*bf16", compact: bool = False) -> dict[str, object]:
+def _case(encoding: str, query: str = "*bf16") -> dict[str, object]:
     layout = RowLayout(encoding, 512, 64)  # type: ignore[arg-type]  # one of the three
     return {
         "query_latent": query, "query_rope": query, "latent": "*u8", "rope": "*u8", "selection": "*i32", "out": query, "ql_row": 32768,
         "ql_head": 512, "ql_value": 1, "qr_row": 4096, "qr_head": 64, "qr_value": 1, "latent_bytes": layout.row_bytes,
-        "rope_bytes": layout.row_bytes, "SCALE": 0.0625, "ROPE_OFFSET": layout.rope_offset, "COMPACT": compact,
+        "rope_bytes": layout.row_bytes, "SCALE": 0.0625, "ROPE_OFFSET": layout.rope_offset,
         **_shapes(64, layout, 2048, query == "*fp32" or encoding == "f32"),
     }  # fmt: skip
 
 
 COMPILE = [
     (_attend_row, _case("q8g64")),
-    (_attend_row, _case("q8g64", compact=True)),
     (_attend_row, _case("bf16")),
     (_attend_row, _case("f32")),
     (_attend_row, _case("q8g64", "*fp32")),

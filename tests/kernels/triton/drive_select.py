@@ -37,10 +37,21 @@ def order_of_programs_is_free() -> None:
         compare(scores, [0, 3], [1000, 999], 100)
 
 
+def tallies_in_several_goes() -> None:
+    """Rows of more chunks than are added at a time, from any chunk on, also one that begins below 0, choose the same."""
+    whole, kernel._CHUNKS_BLOCK = kernel._CHUNKS_BLOCK, 4
+    chunk = kernel.CHUNK
+    scores = torch.randint(0, 9, (4, 16 * chunk)).float()
+    for k in (10, 300):
+        compare(scores, [0, 5 * chunk + 1, 11 * chunk, -3 * chunk], [16 * chunk, 1000, 12 * chunk, 700], k)
+    kernel._CHUNKS_BLOCK = whole
+
+
 def main() -> None:
     kernel.CHUNK, whole = 64, kernel.CHUNK
     ranges_across_chunks()
     order_of_programs_is_free()
+    tallies_in_several_goes()
     kernel.CHUNK = whole
     scores = torch.randn(2, 2 * whole + 1)
     compare(scores, [0, 1], [2 * whole + 1, whole + 1], 2048)
