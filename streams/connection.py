@@ -2,7 +2,7 @@
 
 Invariants:
 1. The connection is always read, straight to where the reader says.
-2. One batch is written at a time; `taken` is called once the connection holds nothing of it any more, maybe before `write` returns.
+2. One batch is written at a time; where `write` does not say that the machine took all of it, `taken` is called once it has.
 3. Silence is counted in ticks, and a tick counts at most as two beats: a loop that stood still itself does not take that for the peer's
    silence. A connection that takes no byte for as long is silent too.
 4. `gone` is called exactly once, last; then there is no timer and no descriptor.
@@ -32,7 +32,7 @@ class Heard:
     taken: Callable[[], None]  # the batch is out of its hands
     quiet: Callable[[], None]  # nothing was written for a beat
     failed: Callable[[PeerLost], None]  # the peer broke the rules or fell silent; abort it
-    gone: Callable[[Exception | None], None]
+    gone: Callable[[Exception | None, bool], None]  # why, and whether in the middle of a frame
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -49,7 +49,6 @@ class Connection(asyncio.BufferedProtocol):
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._deaf = False  # what comes is dropped
         self._aborted = False
         self._writing = False  # a batch is in the connection's hands
         self._heard = self._wrote = False
@@ -72,17 +71,16 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Called by the loop: where the next bytes go."""
-        return memoryview(bytearray(65536)) if self._deaf else self._reader.space()
+        return self._reader.space()
 
     def buffer_updated(self, nbytes: int) -> None:
         """Called by the loop: so many came."""
         self._heard = True
-        if not self._deaf:
-            try:
-                self._reader.advance(nbytes)
-            except PeerLost as lost:
-                self._deaf = True
-                self._owner.failed(lost)
+        try:
+            self._reader.advance(nbytes)
+        except PeerLost as lost:
+            self._reader.stop()
+            self._owner.failed(lost)
 
     def resume_writing(self) -> None:
         """Called by the loop: the connection holds little or nothing any more."""
@@ -92,11 +90,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop, last."""
-        self._deaf, self._aborted, self._writing = True, True, False
+        self._aborted, self._writing = True, False
         self._transport = None
+        inside = self._reader.inside()
+        self._reader.stop()
         if self._timer is not None:
             self._timer.cancel()
-        self._owner.gone(exc)
+        self._owner.gone(exc, inside)
 
     # called by the owner
 
@@ -122,26 +122,28 @@ class Connection(asyncio.BufferedProtocol):
         """Whether `write` has somewhere to write to."""
         return self._transport is not None and not self._aborted
 
-    def write(self, pieces: Sequence[bytes | memoryview], *, batch: bool) -> None:
-        """Write. Of a `batch`, whose buffers must stay as they are till then, `taken` tells."""
-        assert self._transport is not None, "written to a connection that is gone"
+    def write(self, pieces: Sequence[bytes | memoryview], *, batch: bool) -> bool:
+        """Write; returns whether the machine has all of it. Of a `batch`, whose buffers must stay as they are till then, `taken` tells."""
+        transport = self._transport
+        assert transport is not None, "written to a connection that is gone"
         assert not (batch and self._writing), "a batch was written over another"
         self._wrote = True
-        self._transport.writelines(pieces)
-        if batch and self.held_bytes:
-            self._writing = True
-        elif batch:
-            self._owner.taken()
+        transport.writelines(pieces)
+        if not transport.get_write_buffer_size():
+            return True
+        self._writing = self._writing or batch
+        return False
 
     def abort(self) -> None:
         """Let the connection go now; what the machine has taken still arrives. Nothing is read any more."""
-        already, self._deaf, self._aborted = self._aborted, True, True
+        already, self._aborted = self._aborted, True
+        self._reader.stop()
         if self._transport is not None and not already:
             self._transport.abort()
 
     def deafen(self) -> None:
         """Drop whatever comes from now on; who sends it is still heard to be alive."""
-        self._deaf = True
+        self._reader.stop()
 
     def tick(self) -> None:
         """Count silence, and ask for a beat if nothing was written. Called by the loop's timer every beat."""

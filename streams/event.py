@@ -12,7 +12,7 @@ Invariants:
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from streams.errors import DependencyFailed
 
@@ -76,25 +76,27 @@ class Event(Generic[T]):
 
     async def wait_done(self) -> None:
         """Wait until done, whatever the outcome: raises nothing of the work's. Does not count as observing a failure."""
-        if self._done:
-            return
+        await _Wait(self)
+
+    def __await__(self) -> Generator[object, None, T]:
+        """Wait for completion and return the result or raise the failure. Cancel: the work goes on and its buffers stay held."""
+        if not self._done:
+            yield from self._wait()
+        return self.result()
+
+    def _wait(self) -> Generator[object, None, None]:
         told = self.awaited
         if told is not None:
             told(self, False)
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
-            await waiter
+            yield from waiter
         finally:
             if not self._done:
                 self._waiters.remove(waiter)
             if told is not None:
                 told(self, True)
-
-    def __await__(self) -> Generator[object, None, T]:
-        """Wait for completion and return the result or raise the failure. Cancel: the work goes on and its buffers stay held."""
-        yield from self.wait_done().__await__()
-        return self.result()
 
     def settle(self, value: T | None, error: BaseException | None) -> BaseException | None:
         """For backends only, on the loop's thread: make the event done, run its callbacks, wake its waiters.
@@ -132,6 +134,19 @@ class Event(Generic[T]):
     def __repr__(self) -> str:
         state = "pending" if not self._done else "completed" if self._error is None else f"failed with {type(self._error).__name__}"
         return f"<Event {self.number} {self.label!r} on {self.stream!r}: {state}>"
+
+
+class _Wait:
+    """What `wait_done` awaits."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Event[Any]) -> None:
+        self._event = event
+
+    def __await__(self) -> Generator[object, None, None]:
+        if not self._event._done:
+            yield from self._event._wait()
 
 
 def follow(failure: BaseException, *, failed: str, label: str) -> DependencyFailed:

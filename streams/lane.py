@@ -8,14 +8,16 @@ Invariants:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from streams.errors import Full, PeerLost, Reason
 from streams.event import Event
-from streams.frame import BYTES, KIND_CHARS_MAX, Content, bytes_of, dtype_name, payload_bytes_of
+from streams.frame import BYTES, KIND_CHARS_MAX, STEP_MAX, Content, bytes_of, dtype_name, encoded, payload_bytes_of
 
 __all__ = ["KINDS_MAX", "Lanes", "Receiving", "Sending"]
 
@@ -23,19 +25,39 @@ KINDS_MAX = 32
 T = TypeVar("T")
 
 
+class _Form(NamedTuple):
+    """What the frames of one kind, dtype and shape have in common."""
+
+    sends: str  # labels
+    receives: str
+    dtype: str
+    shape: tuple[int, ...]
+    header: bytes
+
+
+@lru_cache(1024)
+def _form_of(kind: str, dtype: torch.dtype | None, shape: tuple[int, ...]) -> _Form:
+    """`dtype` None: a message. Asserts that it can travel."""
+    assert 0 < len(kind) <= KIND_CHARS_MAX, f"{kind!r} is no kind of frame: 1 to {KIND_CHARS_MAX} characters"
+    assert all(" " <= letter <= "~" for letter in kind), f"{kind!r} is no kind of frame: printable ASCII"
+    assert len(shape) <= 6, f"{len(shape)} dimensions do not travel; at most 6 do"
+    name = BYTES if dtype is None else dtype_name(dtype)
+    return _Form(f"send {kind}", f"receive {kind}", name, tuple(shape), encoded(Content(kind, name, tuple(shape))))
+
+
 class _Transfer(Event[T]):
     """An event of a channel: done after others, in the order of its kind."""
 
     __slots__ = ("before", "held", "kind", "order", "step")
 
-    def __init__(self, verb: str, channel: str, kind: str, step: int, order: int, session: str) -> None:
-        assert 0 <= step < 1 << 63, f"step {step} is out of range"
-        super().__init__(f"{verb} {kind}", stream=channel, session=session)
+    def __init__(self, label: str, channel: str, kind: str, step: int, order: int, session: str, held: object) -> None:
+        assert 0 <= step <= STEP_MAX, f"step {step} is out of range"
+        super().__init__(label, stream=channel, session=session)
         self.kind = kind
         self.step = step
         self.order = order
         self.before = 0  # events it comes after that are not done
-        self.held: object = None
+        self.held = held
 
     def start_after(self, events: Sequence[Event[Any]], ready: Callable[[], None]) -> None:
         """Call `ready` once all of them are done; if one failed, this fails now and is ready all the same."""
@@ -60,22 +82,20 @@ class _Transfer(Event[T]):
     def finish(self, value: T | None, error: BaseException | None) -> BaseException | None:
         """Settle unless it is done, and let the buffer go; returns what a callback raised."""
         self.held = None
-        return None if self.done() else self.settle(value, error)
+        return None if self._done else self.settle(value, error)
 
 
 class Sending(_Transfer[None]):
     """A frame to send; done when its buffer may be written again: the machine has taken all of it."""
 
-    __slots__ = ("dtype", "payload", "shape")
+    __slots__ = ("form", "payload")
 
     def __init__(self, channel: str, kind: str, step: int, order: int, session: str, source: Tensor | bytes) -> None:
-        super().__init__("send", channel, kind, step, order, session)
-        self.held = source
         if isinstance(source, Tensor):
-            self.payload, self.dtype, self.shape = bytes_of(source), dtype_name(source.dtype), tuple(source.shape)
-            assert len(self.shape) <= 6, f"{len(self.shape)} dimensions do not travel; at most 6 do"
+            self.form, self.payload = _form_of(kind, source.dtype, source.shape), bytes_of(source)
         else:
-            self.payload, self.dtype, self.shape = memoryview(source), BYTES, (len(source),)
+            self.form, self.payload = _form_of(kind, None, (len(source),)), memoryview(source)
+        super().__init__(self.form.sends, channel, kind, step, order, session, source)
 
 
 class Receiving(_Transfer[T]):
@@ -84,35 +104,35 @@ class Receiving(_Transfer[T]):
     __slots__ = ("bytes_max", "dtype", "into", "shape", "view")
 
     def __init__(self, channel: str, kind: str, step: int, order: int, session: str, into: Tensor | None, bytes_max: int) -> None:
-        super().__init__("receive", channel, kind, step, order, session)
-        self.held = self.into = into
+        form = _form_of(kind, None, ()) if into is None else _form_of(kind, into.dtype, into.shape)
+        super().__init__(form.receives, channel, kind, step, order, session, into)
+        self.into = into
         self.bytes_max = bytes_max
-        self.view: memoryview | None = None
-        self.dtype = BYTES
-        self.shape: tuple[int, ...] = ()
-        if into is not None:
-            self.view, self.dtype, self.shape = bytes_of(into), dtype_name(into.dtype), tuple(into.shape)
+        self.view = None if into is None else bytes_of(into)
+        self.dtype, self.shape = form.dtype, form.shape
 
-    def space_for(self, header: Content) -> memoryview | None:
+    def space_for(self, header: Content, step: int) -> memoryview | None:
         """Where the payload goes; None if nobody wants it any more. Raises PeerLost: it is not what was asked for."""
-        if header.step != self.step:
-            raise PeerLost(Reason.OUT_OF_STEP, f"{self.kind} of step {header.step} came where step {self.step} was expected")
-        if header.dtype != self.dtype or (self.dtype != BYTES and header.shape != self.shape):
+        if step != self.step:
+            raise PeerLost(Reason.OUT_OF_STEP, f"{self.kind} of step {step} came where step {self.step} was expected")
+        if header.dtype != self.dtype or (header.shape != self.shape and self.dtype != BYTES):
             asked = f"{self.dtype} {list(self.shape)}" if self.dtype != BYTES else "a message"
             raise PeerLost(Reason.UNEXPECTED, f"{self.kind} came as {header.dtype} {list(header.shape)}, {asked} was expected")
-        bytes_here = payload_bytes_of(header.dtype, header.shape)
-        if self.dtype == BYTES and bytes_here > self.bytes_max:
-            raise PeerLost(Reason.TOO_LARGE, f"a message {self.kind} of {bytes_here} bytes; at most {self.bytes_max} were expected")
-        if self.done():
-            return None
         if self.dtype == BYTES:
-            self.view = memoryview(bytearray(bytes_here))
+            return self._space_for_message(payload_bytes_of(header.dtype, header.shape))
+        return None if self._done else self.view
+
+    def _space_for_message(self, length: int) -> memoryview | None:
+        if length > self.bytes_max:
+            raise PeerLost(Reason.TOO_LARGE, f"a message {self.kind} of {length} bytes; at most {self.bytes_max} were expected")
+        if not self._done:
+            self.view = memoryview(bytearray(length))
         return self.view
 
     def complete(self) -> BaseException | None:
         """The payload is there and whole; returns what a callback raised."""
         value: Any = self.into
-        if self.into is None and self.view is not None:
+        if value is None and self.view is not None:
             value = bytes(self.view)
         self.into = self.view = None
         return self.finish(value, None)
@@ -143,7 +163,8 @@ class Lanes:
         self._kinds: dict[str, _Kind] = {}
         self.sends = 0  # waiting
         self.receives = 0
-        self.may_grant = False  # a frame came, and grants that waited for that may go
+        self.may_grant = False  # grants may go with whatever is written next
+        self.must_grant = False  # they go by themselves at the end of this round: the peer has few or none
 
     def add_send(self, sending: Sending) -> None:
         """At the end of its kind. Raises Full."""
@@ -156,20 +177,28 @@ class Lanes:
         """At the end of its kind. Raises Full."""
         if self.receives >= self._queue_max:
             raise Full(f"{receiving.label} does not fit on {receiving.stream}: {self.receives} are asked for, at most {self._queue_max}")
-        self._ours(receiving.kind).posted.append(receiving)
+        kind = self._ours(receiving.kind)
+        kind.posted.append(receiving)
         self.receives += 1
+        self._weigh(kind)
 
-    def grants(self) -> Iterable[tuple[str, int]]:
-        """(kind, receives) to tell the peer now. Waits while the peer still has more than would be added, so that grants come in bulk."""
-        self.may_grant = False
-        if not any(kind.posted for kind in self._kinds.values()):
-            return
+    def grants(self) -> list[tuple[str, int]]:
+        """(kind, receives) to tell the peer now: in bulk, so not while the peer has more than would be added."""
+        self.may_grant = self.must_grant = False
+        found = []
         for name, kind in self._kinds.items():
-            ready = kind.ready()
-            if ready and (not kind.granted or len(kind.granted) < ready):
+            ready = kind.ready() if len(kind.posted) >= len(kind.granted) else 0
+            if ready and ready >= len(kind.granted):
                 for _ in range(ready):
                     kind.granted.append(kind.posted.popleft())
-                yield name, ready
+                found.append((name, ready))
+        return found
+
+    def _weigh(self, kind: _Kind) -> None:
+        waiting, ahead = len(kind.posted), len(kind.granted)
+        if waiting and waiting >= ahead:
+            self.may_grant = True
+            self.must_grant = self.must_grant or waiting > 2 * ahead
 
     def next_send(self) -> Sending | None:
         """Take the first of what may go: granted, its buffer ready, the first of its kind."""
@@ -202,8 +231,9 @@ class Lanes:
         if kind is None or not kind.granted:
             raise PeerLost(Reason.UNEXPECTED, f"a frame of {name!r} came that nobody asked for")
         self.receives -= 1
-        self.may_grant = self.may_grant or bool(kind.posted)
-        return kind.granted.popleft()
+        receiving = kind.granted.popleft()
+        self._weigh(kind)
+        return receiving
 
     def drain(self) -> list[_Transfer[Any]]:
         """Take out everything, in the order it was submitted."""
@@ -217,8 +247,6 @@ class Lanes:
     def _ours(self, name: str) -> _Kind:
         kind = self._kinds.get(name)
         if kind is None:
-            assert 0 < len(name) <= KIND_CHARS_MAX, f"{name!r} is no kind of frame: 1 to {KIND_CHARS_MAX} characters"
-            assert all(" " <= letter <= "~" for letter in name), f"{name!r} is no kind of frame: printable ASCII"
             assert len(self._kinds) < KINDS_MAX, f"{name!r} would be one kind of frame more than {KINDS_MAX}"
             kind = self._kinds[name] = _Kind()
         return kind

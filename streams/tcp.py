@@ -26,14 +26,12 @@ from streams.frame import (
     Content,
     FrameReader,
     Grant,
-    Head,
     Header,
     Hello,
     Proof,
     Skip,
     cut,
     head_of,
-    payload_checksum,
 )  # fmt: skip
 from streams.handshake import TERMS_BYTES_MAX, Handshake, Terms
 from streams.lane import Lanes, Receiving, Sending
@@ -63,11 +61,13 @@ class TcpChannel:
         self._loop = asyncio.get_running_loop()
         self._error: StreamError | None = None  # why it ended
         self._order = self._sequence = self._seed = 0
-        self._header: Header | None = None  # of the frame being read
+        self._header: Header = Beat()  # of the frame being read
+        self._step = 0  # of that frame, unless it is a `Content`
         self._terms = bytearray()
         self._receiving: Receiving[Any] | None = None  # whose frame is being read
         self._batch: list[Sending] | None = None  # what the connection holds a part of
-        self._pumping = self._flushed = self._writing = False
+        self._kept: list[object] = []  # buffers that the connection may still read once their transfers were told of the end
+        self._pumping = self._wrote = self._writing = False
         self._room: list[asyncio.Future[None]] = []
         self._sent_frames = self._sent_bytes = self._received_frames = self._received_bytes = self._skipped = 0
 
@@ -90,9 +90,10 @@ class TcpChannel:
         self._lanes.add_send(sending)
         if after:
             sending.start_after(after, self._schedule)
-        self._schedule()
-        if not self._flushed:  # the first of this round of the loop goes now, others with the next write
-            self._flushed = True
+        if self._wrote:
+            self._schedule()
+        else:  # the first after something came goes now, others of this round of the loop with one write at its end
+            self._wrote = True
             self._write_ready()
         return sending
 
@@ -110,9 +111,15 @@ class TcpChannel:
         self._check()
         self._lanes.add_receive(receiving)
         if after:
-            receiving.start_after(after, self._schedule)
-        self._schedule()
+            receiving.start_after(after, self._one_free)
+        if self._lanes.must_grant:
+            self._schedule()
         return receiving
+
+    def _one_free(self) -> None:
+        """The buffer of a receive is free now."""
+        self._lanes.may_grant = True
+        self._schedule()
 
     async def wait_room(self) -> None:
         """See `Channel.wait_room`."""
@@ -156,68 +163,75 @@ class TcpChannel:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        try:
-            self._write_ready()
-        finally:
-            self._pumping = self._flushed = False
+        self._pumping = self._wrote = False
+        self._write_ready()
 
     def _write_ready(self) -> None:
         """Write what may go, unless a batch is under way."""
-        if not self._writing:
-            self._writing = True
-            while self._error is None and self._batch is None:
-                pieces, batch = self._gather()
-                if not pieces:
-                    break
+        if self._writing:
+            return
+        self._writing = True
+        while self._error is None and self._batch is None:
+            pieces, batch = self._gather()
+            if not pieces:
+                break
+            if self.connection.write(pieces, batch=True):
+                self._sent(batch)
+            else:
                 self._batch = batch
-                self.connection.write(pieces, batch=True)
-            self._writing = False
+        self._writing = False
 
     def _gather(self) -> tuple[list[bytes | memoryview], list[Sending]]:
         """The frames that may go now, as far as one batch takes them."""
-        pieces: list[bytes | memoryview] = [self._framed(Grant(kind, receives)) for kind, receives in self._lanes.grants()]
+        lanes = self._lanes
+        pieces: list[bytes | memoryview] = []
+        if lanes.may_grant:
+            pieces += [self._framed(Grant(kind, receives)) for kind, receives in lanes.grants()]
         batch: list[Sending] = []
         batch_bytes = 0
-        while batch_bytes < _BATCH_BYTES and len(pieces) < _BATCH_PIECES:
-            sending = self._lanes.next_send()
+        while lanes.sends and batch_bytes < _BATCH_BYTES and len(pieces) < _BATCH_PIECES:
+            sending = lanes.next_send()
             if sending is None:
                 break
             if sending.done():  # something in its `after` failed
-                pieces.append(self._framed(Skip(sending.kind, sending.step, cut(str(sending.error())))))
+                pieces.append(self._framed(Skip(sending.kind, cut(str(sending.error()))), sending.step))
                 self._skipped += 1
                 continue
             payload = sending.payload
-            checksum = payload_checksum(payload, self._seed)
-            pieces.append(self._framed(Content(sending.kind, sending.step, sending.dtype, sending.shape, checksum), len(payload)))
+            pieces.append(self._framed(sending.form.header, sending.step, payload))
             if len(payload):
                 pieces.append(payload)
             batch.append(sending)
             batch_bytes += len(payload)
         return pieces, batch
 
-    def _taken(self) -> None:
-        """The batch's buffers are free; go on, or say farewell."""
-        batch, self._batch = self._batch or [], None
+    def _sent(self, batch: list[Sending]) -> None:
+        """These buffers are free."""
         for sending in batch:
             self._sent_frames += 1
             self._sent_bytes += len(sending.payload)
             self._finish(sending, None)
-        if self._error is not None:
-            self._farewell(Reason.CLOSED)
-            return
         if self._room and self._lanes.sends < self._limits.queue_max:
             self._wake_room()
-        self._schedule()
+
+    def _taken(self) -> None:
+        """The batch that was under way is out; go on, or say farewell."""
+        batch, self._batch = self._batch or [], None
+        self._sent(batch)
+        if self._error is not None:
+            self._farewell(Reason.CLOSED)
+        else:
+            self._write_ready()
 
     def _quiet(self) -> None:
         self._put(Beat())
 
-    def _framed(self, header: Header, payload_bytes: int = 0) -> bytes:
-        self._sequence += 1
-        return head_of(header, self._sequence - 1, payload_bytes, self._seed)
+    def _framed(self, header: Header | bytes, step: int = 0, payload: memoryview | bytes = b"") -> bytes:
+        sequence, self._sequence = self._sequence, self._sequence + 1
+        return head_of(header, sequence, self._seed, step, payload)
 
     def _put(self, header: Header, payload: bytes = b"") -> None:
-        self.connection.write([self._framed(header, len(payload)) + payload], batch=False)
+        self.connection.write([self._framed(header, 0, payload) + payload], batch=False)
 
     # reading
 
@@ -225,34 +239,37 @@ class TcpChannel:
         self.name = self.connection.peer_address
         self._put(self._handshake.begin())
 
-    def _arrived(self, head: Head) -> memoryview | None:
+    def _arrived(self, header: Header, step: int, payload_bytes: int) -> memoryview | None:
         """A head came: find the place of its payload."""
-        header = self._header = head.header
+        self._wrote = False
+        if isinstance(header, Content) and self._handshake.done:
+            self._header = header
+            receiving = self._receiving = self._lanes.take_granted(header.kind)
+            return receiving.space_for(header, step)
+        self._header, self._step = header, step
         if isinstance(header, Bye):
             reason = Reason.CLOSED if header.reason == Reason.CLOSED else Reason.LOST if self._handshake.done else header.reason
             raise PeerLost(reason, f"{self.name} ended the channel: {header.text}")
         if isinstance(header, Hello | Proof) and not self._handshake.done:
-            self._terms = bytearray(head.payload_bytes)
+            self._terms = bytearray(payload_bytes)
             return memoryview(self._terms)
         if not self._handshake.done or isinstance(header, Hello | Proof):
             raise PeerLost(
                 Reason.UNAUTHENTICATED, f"a {type(header).__name__} came {'after' if self._handshake.done else 'in'} the handshake"
             )
-        if isinstance(header, Content):
-            self._receiving = self._lanes.take_granted(header.kind)
-            return self._receiving.space_for(header)
         return None
 
-    def _whole(self, checksum: int) -> None:
+    def _whole(self) -> None:
         """The frame is whole: do what it says."""
-        header, self._header = self._header, None
-        if isinstance(header, Hello | Proof):
-            self._shake(header)
-        elif isinstance(header, Content):
-            self._take_content(header, checksum)
+        header = self._header
+        if isinstance(header, Content):
+            self._take_content()
         elif isinstance(header, Grant):
             self._lanes.add_credit(header.kind, header.receives)
-            self._schedule()
+            if self._lanes.sends:
+                self._write_ready()
+        elif isinstance(header, Hello | Proof):
+            self._shake(header)
         elif isinstance(header, Skip):
             self._take_skip(header)
 
@@ -268,25 +285,23 @@ class TcpChannel:
             self.name = f"stage {self._handshake.peer.stage} at {self.name}"
             self._tell(self.opened, self.opened.settle(None, None))
 
-    def _take_content(self, header: Content, checksum: int) -> None:
-        assert self._receiving is not None
-        if checksum != header.checksum:
-            raise PeerLost(Reason.DAMAGED, f"the checksum of {header.kind} of step {header.step} from {self.name} differs")
+    def _take_content(self) -> None:
         receiving, self._receiving = self._receiving, None
+        assert receiving is not None
         self._received_frames += 1
         self._received_bytes += 0 if receiving.view is None else len(receiving.view)
         self._tell(receiving, receiving.complete())
-        if self._lanes.may_grant:
+        if self._lanes.must_grant:
             self._schedule()  # behind whom that woke, so that a grant goes with what they send
 
     def _take_skip(self, header: Skip) -> None:
         receiving = self._receiving = self._lanes.take_granted(header.kind)
-        if header.step != receiving.step:
-            raise PeerLost(Reason.OUT_OF_STEP, f"{header.kind} of step {header.step} came where step {receiving.step} was expected")
+        if self._step != receiving.step:
+            raise PeerLost(Reason.OUT_OF_STEP, f"{header.kind} of step {self._step} came where step {receiving.step} was expected")
         self._receiving = None
         self._skipped += 1
-        self._finish(receiving, TransferFailed(f"{header.kind} of step {header.step} will not come from {self.name}: {header.text}"))
-        if self._lanes.may_grant:
+        self._finish(receiving, TransferFailed(f"{header.kind} of step {self._step} will not come from {self.name}: {header.text}"))
+        if self._lanes.must_grant:
             self._schedule()
 
     # the end
@@ -294,15 +309,16 @@ class TcpChannel:
     def _failed(self, lost: PeerLost) -> None:
         self._end(lost)
 
-    def _gone(self, cause: Exception | None) -> None:
+    def _gone(self, cause: Exception | None, inside: bool) -> None:
         """The connection is no more."""
-        words = "in the middle of a frame" if self._reader.inside() else "without a word"
+        words = "in the middle of a frame" if inside else "without a word"
         lost = PeerLost(Reason.LOST, f"the connection to {self.name} ended {words}" + (f" ({cause})" if cause else ""))
         lost.__cause__ = cause
         self._end(lost)
         batch, self._batch = self._batch or [], None
         for sending in batch:
             self._finish(sending, self._error)
+        self._kept.clear()
         error = None if isinstance(self._error, Closed) else self._error
         self._tell(self.ended, self.ended.settle(None, error))
 
@@ -324,6 +340,7 @@ class TcpChannel:
         left: list[Any] = [] if finishing or self._batch is None else self._batch
         if not finishing:
             self._batch = None
+            self._kept = [sending.held for sending in left]
         left = left + ([] if self._receiving is None else [self._receiving]) + self._lanes.drain()
         self._receiving = None
         for transfer in left:

@@ -192,7 +192,7 @@ class VirtualChannel:
         if meeting.sending is not None and meeting.receiving is not None:
             sending = meeting.sending
             try:
-                meeting.receiving.space_for(Content(sending.kind, sending.step, sending.dtype, sending.shape, 0))
+                meeting.receiving.space_for(Content(sending.kind, sending.form.dtype, sending.form.shape), sending.step)
             except PeerLost as lost:
                 self._lose(lost.reason, str(lost))
 

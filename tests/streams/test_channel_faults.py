@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import random
+import struct
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streams import ChannelLimits, Closed, Event, PeerLost, Reason, connect
-from streams.frame import Beat, Content, Grant, Header, Hello, Proof, Skip, head_of, payload_checksum
+from streams.frame import Beat, Content, Grant, Header, Hello, Proof, Skip, encoded, head_of
 from streams.tcp import TcpChannel
 from tests.streams.channel_world import KEY, Cable, loopback, terms, turns
 
@@ -35,15 +37,15 @@ async def ended_with(cable: Cable) -> Reason:
 # what was not asked for
 
 
-def frame_of(channel: TcpChannel, header: Header, payload: bytes = b"") -> bytes:
+def frame_of(channel: TcpChannel, header: Header, payload: bytes = b"", step: int = 0) -> bytes:
     """A frame as this channel would send it next."""
-    return channel._framed(header, len(payload)) + payload
+    return channel._framed(header, step, payload) + payload
 
 
-def content_of(
-    channel: TcpChannel, payload: bytes, kind: str = "x", step: int = 0, dtype: str = "bytes", shape: tuple[int, ...] = ()
-) -> Content:
-    return Content(kind, step, dtype, shape or (len(payload),), payload_checksum(memoryview(payload), channel._seed))
+def sealed(channel: TcpChannel, header: bytes, payload_bytes: int = 0, step: int = 0, checksum: int = 0) -> bytes:
+    """A head as `frame.py` describes it, put together here, of any header, in its place of the sequence."""
+    head = struct.pack("<2sBBIQQQ88s", b"FB", 2, len(header), payload_bytes, channel._sequence, step, checksum, header)
+    return head + xxhash.xxh3_64_intdigest(head, seed=channel._seed).to_bytes(8, "little")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ async def test_what_was_not_asked_for_ends_the_channel(kind: str, step: int, dty
     into = torch.full((8,), 5, dtype=torch.uint8)
     waiting = [cable.two.receive(into, kind="x", step=0), cable.two.send(into, kind="z", step=0)]
     await cable.settle()
-    cable.right.feed(frame_of(cable.one, content_of(cable.one, bytes(8), kind, step, dtype, shape), bytes(8)))
+    cable.right.feed(frame_of(cable.one, Content(kind, dtype, shape), bytes(8), step))
     assert await ended_with(cable) == reason
     assert into.eq(5).all()
     for event in waiting:
@@ -75,7 +77,7 @@ async def test_a_peer_that_sends_without_being_asked_is_stopped() -> None:
     """A frame for which no buffer was given ends the channel at its head, also when one was asked for that is not free yet."""
     cable = await Cable(LIMITS).opened()
     cable.two.receive_bytes(kind="x", step=0, bytes_max=8)
-    cable.right.feed(frame_of(cable.one, content_of(cable.one, bytes(8)), bytes(8)))  # asked for, but never granted
+    cable.right.feed(frame_of(cable.one, Content("x", "bytes", (8,)), bytes(8)))  # asked for, but never granted
     assert await ended_with(cable) == Reason.UNEXPECTED
 
 
@@ -118,21 +120,21 @@ async def test_handshake_frames_after_it_end_the_channel(header: Header) -> None
     assert await ended_with(cable) == Reason.UNAUTHENTICATED
 
 
-@pytest.mark.parametrize("header", [Beat(), Grant("x", 1), Skip("x", 0, ""), Content("x", 0, "bytes", (0,), 0)])
+@pytest.mark.parametrize("header", [Beat(), Grant("x", 1), Skip("x", ""), Content("x", "bytes", (0,))])
 async def test_nothing_counts_before_the_handshake(header: Header) -> None:
     """A stranger's frames of any other sort end the connection."""
     cable = Cable(LIMITS)
-    cable.right.feed(head_of(header, 0, 0, 0))
+    cable.right.feed(head_of(header, 0, 0))
     assert await ended_with(cable) == Reason.UNAUTHENTICATED
 
 
 async def test_a_payload_past_the_limit_is_refused_at_its_head() -> None:
     """A frame of more than `frame_bytes_max`, or terms of a stranger past 16 KiB, are refused before a byte of them is read."""
     cable = await Cable(LIMITS).opened()
-    cable.right.feed(head_of(Content("x", 0, "uint8", (1 << 21,), 0), cable.one._sequence, 1 << 21, cable.one._seed))
+    cable.right.feed(sealed(cable.one, encoded(Content("x", "uint8", (1 << 21,))), 1 << 21))
     assert await ended_with(cable) == Reason.TOO_LARGE
     cable = Cable(LIMITS)
-    cable.right.feed(head_of(Proof(b"m" * 32), 0, 1 << 40, 0))
+    cable.right.feed(head_of(Proof(b"m" * 32), 0, 0, payload=bytes(16385)))
     assert await ended_with(cable) == Reason.TOO_LARGE
 
 
@@ -248,7 +250,7 @@ async def check_noise(seed: int, length: int, opened: bool) -> None:
     generator = random.Random(seed)
     noise = generator.randbytes(length)
     if generator.random() < 0.5:
-        noise = b"FB\x01" + noise
+        noise = b"FB\x02" + noise
     cable.right.feed(noise)
     assert await ended_with(cable) in (Reason.MALFORMED, Reason.DAMAGED, Reason.VERSION)
 
@@ -261,21 +263,114 @@ def test_noise_in_place_of_frames(seed: int, length: int, opened: bool) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(header=st.binary(max_size=100), payload=st.sampled_from((0, 0, 1, 8, 1 << 19, 1 << 40)))
-def test_headers_of_any_bytes_under_a_right_seal(header: bytes, payload: int) -> None:
+@given(
+    header=st.one_of(
+        st.binary(max_size=88), st.sampled_from([encoded(Beat()), encoded(Skip("x", "")), encoded(Content("x", "bytes", (8,)))])
+    ),
+    payload=st.sampled_from((0, 0, 1, 8, 1 << 19, (1 << 32) - 1)),
+    step=st.sampled_from((0, 0, 1, (1 << 64) - 1)),
+    checksum=st.sampled_from((0, 0, 1)),
+)
+def test_headers_of_any_bytes_under_a_right_seal(header: bytes, payload: int, step: int, checksum: int) -> None:
     """A peer with the key that seals whatever it likes gets the channel ended, or a frame we know; nothing else is raised."""
 
     async def case() -> None:
         cable = await Cable(LIMITS).opened()
-        sealed = bytearray(head_of(Beat(), cable.one._sequence, payload, cable.one._seed))
-        sealed[3] = len(header)
-        sealed[20:120] = header.ljust(100, b"\0")
-        sealed[120:] = xxhash.xxh3_64_intdigest(bytes(sealed[:120]), seed=cable.one._seed).to_bytes(8, "little")
-        cable.right.feed(sealed)
+        cable.right.feed(sealed(cable.one, header, payload, step, checksum))
         await turns()
         assert cable.two.ended.done() == cable.right.gone
 
     run(case())
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "step", "checksum"),
+    [
+        (encoded(Beat()), 0, 1, 0),
+        (encoded(Grant("x", 1)), 0, 1, 0),
+        (encoded(Beat()), 0, 0, 1),
+        (encoded(Beat()), 8, 0, 0),
+        (encoded(Content("x", "uint8", (0,))), 0, 0, 1),
+        (encoded(Content("x", "uint8", (8,))), 8, 1 << 63, 0),
+        (encoded(Content("x", "uint8", (8,))), 9, 0, 0),
+        (encoded(Grant("x", 1)) + b"\0", 0, 0, 0),
+        (encoded(Grant("x", 1))[:-1], 0, 0, 0),
+        (encoded(Grant("x", 0)), 0, 0, 0),
+        (b"", 0, 0, 0),
+    ],
+)
+async def test_every_field_of_a_head_is_checked(header: bytes, length: int, step: int, checksum: int) -> None:
+    """A step, a payload or a checksum where there is none, a header longer or shorter than its words, once read well before or not."""
+    for before in ((), (encoded(Grant("x", 1)), encoded(Beat()))):
+        cable = await Cable(LIMITS).opened()
+        cable.two.receive(torch.zeros(8, dtype=torch.uint8), kind="x", step=1)
+        await cable.settle()
+        for one in before:
+            cable.right.feed(sealed(cable.one, one))
+            cable.one._sequence += 1
+        cable.right.feed(sealed(cable.one, header, length, step, checksum))
+        assert await ended_with(cable) == Reason.MALFORMED
+
+
+async def test_what_hides_behind_a_header_is_refused() -> None:
+    """Bytes between a header's end and the seal, where only zeros belong, are no frame of ours, though the seal holds."""
+    cable = await Cable(LIMITS).opened()
+    good = encoded(Beat())
+    head = bytearray(sealed(cable.one, good))[:120]
+    head[32 + len(good)] = 1
+    cable.right.feed(head + xxhash.xxh3_64_intdigest(bytes(head), seed=cable.one._seed).to_bytes(8, "little"))
+    assert await ended_with(cable) == Reason.MALFORMED
+
+
+async def check_streams_of_frames(sizes: list[int], chunks: list[int], unwanted: int) -> None:
+    cable = await Cable(LIMITS).opened()
+    sources = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)) for size in sizes]
+    intos = [torch.zeros_like(source) for source in sources]
+    failed = Event[None]("copy")
+    failed.settle(None, RuntimeError("failed"))
+    for step, into in enumerate(intos):
+        cable.two.receive(into, kind="x", step=step, after=(failed,) if step == unwanted else ())
+    asked = cable.two.receive_bytes(kind="last", step=0, bytes_max=4)
+    await cable.settle()
+    for step, source in enumerate(sources):
+        cable.one.send(source, kind="x", step=step)
+    cable.one.send(b"last", kind="last", step=0)
+    await turns()
+    wire, place = bytes(cable.left.out), 0
+    for chunk in [*chunks, len(wire)]:
+        cable.right.feed(wire[place : place + chunk])
+        place += chunk
+    assert asked.result() == b"last"
+    for step, (source, into) in enumerate(zip(sources, intos, strict=True)):
+        assert torch.equal(source, into) if step != unwanted else not into.any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from((0, 1, 127, 128, 5000, 65407, 65408, 65409, 65536, 200_000)), min_size=1, max_size=8),
+    chunks=st.lists(st.sampled_from((1, 100, 128, 129, 12_416, 65535, 65536, 100_000)), max_size=12),
+    unwanted=st.integers(-1, 7),
+)
+def test_frames_are_the_same_however_they_are_cut_and_read(sizes: list[int], chunks: list[int], unwanted: int) -> None:
+    """Frames of no byte up to several reads', many in one read or one in many, one of them wanted by nobody: each arrives as it went."""
+    run(check_streams_of_frames(sizes, chunks, unwanted))
+
+
+async def test_buffers_are_held_until_the_connection_is_gone() -> None:
+    """A send that fails because the channel ended keeps its buffer alive until the connection can no longer read from it."""
+    cable = await Cable(LIMITS, room=1000).opened()
+    cable.two.receive(torch.zeros(5000, dtype=torch.uint8), kind="x", step=0)
+    await cable.settle()
+    source = torch.ones(5000, dtype=torch.uint8)
+    left = weakref.ref(source)
+    sent = cable.one.send(source, kind="x", step=0)
+    del source
+    cable.left.feed(bytes(128))
+    assert isinstance(sent.error(), PeerLost)
+    assert left() is not None
+    await turns()
+    assert cable.left.gone
+    assert left() is None
 
 
 @pytest.mark.slow
@@ -287,7 +382,7 @@ async def test_millions_of_random_bytes_at_a_listener() -> None:
             noise = generator.randbytes(min(int(generator.lognormvariate(6, 3)) + 1, 200_000))
             left -= len(noise)
             if generator.random() < 0.5:
-                noise = (b"FB\x01" if generator.random() < 0.5 else head_of(Hello(noise[:32].ljust(32)), 0, 0, 0)) + noise
+                noise = (b"FB\x02" if generator.random() < 0.5 else head_of(Hello(noise[:32].ljust(32)), 0, 0)) + noise
             reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             writer.write(noise)
             writer.write_eof()
