@@ -39,8 +39,8 @@ class Event(Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._observed = False
-        self._callbacks: list[Callable[[Event[T]], None]] = []
-        self._waiters: list[asyncio.Future[None]] = []
+        self._callbacks: list[Callable[[Event[T]], None]] | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None
 
     @classmethod
     def completed(cls, value: T, *, label: str = "completed") -> "Event[T]":
@@ -71,6 +71,8 @@ class Event(Generic[T]):
         """Call `callback(event)` once, on the loop, when the event is done; now if it is. It must not wait and should not raise."""
         if self._done:
             callback(self)
+        elif self._callbacks is None:
+            self._callbacks = [callback]
         else:
             self._callbacks.append(callback)
 
@@ -89,11 +91,13 @@ class Event(Generic[T]):
         if told is not None:
             told(self, False)
         waiter = asyncio.get_running_loop().create_future()
+        if self._waiters is None:
+            self._waiters = []
         self._waiters.append(waiter)
         try:
             yield from waiter
         finally:
-            if not self._done:
+            if not self._done and self._waiters is not None:
                 self._waiters.remove(waiter)
             if told is not None:
                 told(self, True)
@@ -107,15 +111,15 @@ class Event(Generic[T]):
         self._done = True
         self._value = value
         self._error = error
-        callbacks, self._callbacks = self._callbacks, []
-        waiters, self._waiters = self._waiters, []
+        callbacks, self._callbacks = self._callbacks, None
+        waiters, self._waiters = self._waiters, None
         raised: BaseException | None = None
-        for callback in callbacks:
+        for callback in callbacks or ():
             try:
                 callback(self)
             except Exception as failure:
                 raised = raised or failure
-        for waiter in waiters:
+        for waiter in waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
         return raised

@@ -28,8 +28,8 @@ from torch import Tensor
 from streams.errors import PeerLost, Reason
 
 __all__ = [
-    "BYTES", "HEAD_BYTES", "KIND_CHARS_MAX", "STEP_MAX", "VERSION", "Beat", "Bye", "Content", "FrameReader", "Grant", "Header", "Hello",
-    "Proof", "Skip", "bytes_of", "cut", "dtype_name", "encoded", "head_of", "payload_bytes_of",
+    "BYTES", "HEADER_BYTES_MAX", "HEAD_BYTES", "KIND_CHARS_MAX", "STEP_MAX", "VERSION", "Beat", "Bye", "Content", "FrameReader", "Grant",
+    "Header", "Hello", "Proof", "Skip", "bytes_of", "cut", "dtype_name", "encoded", "head_of", "payload_bytes_of",
 ]  # fmt: skip
 
 HEAD_BYTES = 128
@@ -37,8 +37,8 @@ VERSION = 2
 KIND_CHARS_MAX = 16
 BYTES = "bytes"  # the dtype of a message: bytes of any length
 _MAGIC = b"FB"
-_HEADER_BYTES_MAX = 88
-_FIELDS = struct.Struct(f"<2sBBIQQQ{_HEADER_BYTES_MAX}s")  # as the head above; the payload's checksum is 0 where there is no payload
+HEADER_BYTES_MAX = 88
+_FIELDS = struct.Struct(f"<2sBBIQQQ{HEADER_BYTES_MAX}s")  # as the head above; the payload's checksum is 0 where there is no payload
 _SEAL = struct.Struct("<Q")
 _SEALED_BYTES = HEAD_BYTES - _SEAL.size
 _READ_BYTES = 65536  # at a time, but for the rest of a payload
@@ -59,6 +59,7 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 Kind = Annotated[str, Meta(min_length=1, max_length=KIND_CHARS_MAX, pattern=r"\A[ -~]+\Z")]
 Text = Annotated[str, Meta(max_length=_TEXT_BYTES_MAX)]
+Receives = Annotated[int, Meta(ge=1, lt=1 << 32)]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=6)]
 
 
@@ -75,11 +76,12 @@ class Proof(msgspec.Struct, frozen=True, array_like=True, tag="p", forbid_unknow
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, tag="d", forbid_unknown_fields=True):
-    """A tensor, or a message of bytes, of the head's step."""
+    """A tensor, or a message of bytes, of the head's step; and, where it has room, what a `Grant` would say."""
 
     kind: Kind
     dtype: Annotated[str, Meta(max_length=16)]
     shape: Shape
+    grants: Annotated[tuple[tuple[Kind, Receives], ...], Meta(max_length=4)] = ()
 
 
 class Skip(msgspec.Struct, frozen=True, array_like=True, tag="s", forbid_unknown_fields=True):
@@ -93,7 +95,7 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag="g", forbid_unknow
     """So many more frames of a kind may be sent: their buffers are ready."""
 
     kind: Kind
-    receives: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    receives: Receives
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="b", forbid_unknown_fields=True):
@@ -150,7 +152,7 @@ def encoded(header: Header) -> bytes:
 def head_of(header: Header | bytes, sequence: int, seed: int, step: int = 0, payload: memoryview | bytes = b"") -> bytes:
     """The 128 bytes of a head. `header`: itself, or `encoded`."""
     packed = header if isinstance(header, bytes) else _encoder.encode(header)
-    assert len(packed) <= _HEADER_BYTES_MAX, f"a header of {len(packed)} bytes does not fit a head: {header!r}"
+    assert len(packed) <= HEADER_BYTES_MAX, f"a header of {len(packed)} bytes does not fit a head: {header!r}"
     length = len(payload)
     sealed = _FIELDS.pack(_MAGIC, VERSION, len(packed), length, sequence, step, _digest(payload, seed) if length else 0, packed)
     return sealed + _SEAL.pack(_digest(sealed, seed))
@@ -281,7 +283,7 @@ class FrameReader:
 
     def _described(self, padded: bytes, header_bytes: int) -> tuple[Header, int, int, bool]:
         """A header, its bytes, the bytes of its payload (-1: any), and whether its frame has a step. Raises PeerLost."""
-        if header_bytes > _HEADER_BYTES_MAX or padded[header_bytes:].strip(b"\0"):
+        if header_bytes > HEADER_BYTES_MAX or padded[header_bytes:].strip(b"\0"):
             _malformed(f"a header of {header_bytes} bytes")
         try:
             header = _decoder.decode(padded[:header_bytes])

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from streams.errors import Full, PeerLost, Reason
 from streams.event import Event
-from streams.frame import BYTES, KIND_CHARS_MAX, STEP_MAX, Content, bytes_of, dtype_name, encoded, payload_bytes_of
+from streams.frame import BYTES, HEADER_BYTES_MAX, KIND_CHARS_MAX, STEP_MAX, Content, bytes_of, dtype_name, encoded, payload_bytes_of
 
-__all__ = ["KINDS_MAX", "Lanes", "Receiving", "Sending"]
+__all__ = ["KINDS_MAX", "Lanes", "Receiving", "Sending", "form_of", "header_with"]
 
 KINDS_MAX = 32
 T = TypeVar("T")
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What the frames of one kind, dtype and shape have in common."""
 
     sends: str  # labels
@@ -33,16 +33,25 @@ class _Form(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     header: bytes
+    content: Content
 
 
 @lru_cache(1024)
-def _form_of(kind: str, dtype: torch.dtype | None, shape: tuple[int, ...]) -> _Form:
+def form_of(kind: str, dtype: torch.dtype | None, shape: tuple[int, ...]) -> Form:
     """`dtype` None: a message. Asserts that it can travel."""
     assert 0 < len(kind) <= KIND_CHARS_MAX, f"{kind!r} is no kind of frame: 1 to {KIND_CHARS_MAX} characters"
     assert all(" " <= letter <= "~" for letter in kind), f"{kind!r} is no kind of frame: printable ASCII"
     assert len(shape) <= 6, f"{len(shape)} dimensions do not travel; at most 6 do"
     name = BYTES if dtype is None else dtype_name(dtype)
-    return _Form(f"send {kind}", f"receive {kind}", name, tuple(shape), encoded(Content(kind, name, tuple(shape))))
+    content = Content(kind, name, tuple(shape))
+    return Form(f"send {kind}", f"receive {kind}", name, content.shape, encoded(content), content)
+
+
+@lru_cache(1024)
+def header_with(content: Content, grants: tuple[tuple[str, int], ...]) -> bytes | None:
+    """The header of a content that carries grants; None: it has no room for them."""
+    header = encoded(Content(content.kind, content.dtype, content.shape, grants)) if len(grants) <= 4 else b""
+    return header if 0 < len(header) <= HEADER_BYTES_MAX else None
 
 
 class _Transfer(Event[T]):
@@ -92,9 +101,9 @@ class Sending(_Transfer[None]):
 
     def __init__(self, channel: str, kind: str, step: int, order: int, session: str, source: Tensor | bytes) -> None:
         if isinstance(source, Tensor):
-            self.form, self.payload = _form_of(kind, source.dtype, source.shape), bytes_of(source)
+            self.form, self.payload = form_of(kind, source.dtype, source.shape), bytes_of(source)
         else:
-            self.form, self.payload = _form_of(kind, None, (len(source),)), memoryview(source)
+            self.form, self.payload = form_of(kind, None, (len(source),)), memoryview(source)
         super().__init__(self.form.sends, channel, kind, step, order, session, source)
 
 
@@ -104,7 +113,7 @@ class Receiving(_Transfer[T]):
     __slots__ = ("bytes_max", "dtype", "into", "shape", "view")
 
     def __init__(self, channel: str, kind: str, step: int, order: int, session: str, into: Tensor | None, bytes_max: int) -> None:
-        form = _form_of(kind, None, ()) if into is None else _form_of(kind, into.dtype, into.shape)
+        form = form_of(kind, None, ()) if into is None else form_of(kind, into.dtype, into.shape)
         super().__init__(form.receives, channel, kind, step, order, session, into)
         self.into = into
         self.bytes_max = bytes_max
@@ -134,8 +143,8 @@ class Receiving(_Transfer[T]):
         value: Any = self.into
         if value is None and self.view is not None:
             value = bytes(self.view)
-        self.into = self.view = None
-        return self.finish(value, None)
+        self.into = self.view = self.held = None
+        return None if self._done else self.settle(value, None)
 
 
 class _Kind:
@@ -196,9 +205,17 @@ class Lanes:
 
     def _weigh(self, kind: _Kind) -> None:
         waiting, ahead = len(kind.posted), len(kind.granted)
-        if waiting and waiting >= ahead:
+        if waiting >= ahead:
             self.may_grant = True
             self.must_grant = self.must_grant or waiting > 2 * ahead
+
+    def may_go(self, kind: str) -> bool:
+        """Whether a frame of that kind may be sent this moment, before any other; if so it counts as sent."""
+        lane = self._kinds.get(kind)
+        if self.sends or lane is None or not lane.credit:
+            return False
+        lane.credit -= 1
+        return True
 
     def next_send(self) -> Sending | None:
         """Take the first of what may go: granted, its buffer ready, the first of its kind."""
@@ -232,7 +249,8 @@ class Lanes:
             raise PeerLost(Reason.UNEXPECTED, f"a frame of {name!r} came that nobody asked for")
         self.receives -= 1
         receiving = kind.granted.popleft()
-        self._weigh(kind)
+        if kind.posted:
+            self._weigh(kind)
         return receiving
 
     def drain(self) -> list[_Transfer[Any]]:

@@ -34,7 +34,7 @@ from streams.frame import (
     head_of,
 )  # fmt: skip
 from streams.handshake import TERMS_BYTES_MAX, Handshake, Terms
-from streams.lane import Lanes, Receiving, Sending
+from streams.lane import Lanes, Receiving, Sending, header_with
 
 __all__ = ["TcpChannel"]
 
@@ -84,9 +84,13 @@ class TcpChannel:
     ) -> Event[None]:  # fmt: skip
         """See `Channel.send`."""
         self._check()
-        sending = Sending(self.name, kind, step, self._next_order(), session, source)
+        self._order += 1
+        sending = Sending(self.name, kind, step, self._order, session, source)
         taken = len(sending.payload)
         assert taken <= self._limits.frame_bytes_max, f"{taken} bytes in a frame; at most {self._limits.frame_bytes_max}"
+        if not (after or self._wrote or self._writing) and self._batch is None and self._lanes.may_go(kind):
+            self._send_now(sending)
+            return sending
         self._lanes.add_send(sending)
         if after:
             sending.start_after(after, self._schedule)
@@ -101,11 +105,13 @@ class TcpChannel:
         self, into: Tensor, *, kind: str, step: int, session: str = "", after: Sequence[Event[Any]] = ()
     ) -> Event[Tensor]:  # fmt: skip
         """See `Channel.receive`."""
-        return self._receive(Receiving(self.name, kind, step, self._next_order(), session, into, 0), after)
+        self._order += 1
+        return self._receive(Receiving(self.name, kind, step, self._order, session, into, 0), after)
 
     def receive_bytes(self, *, kind: str, step: int, bytes_max: int, session: str = "") -> Event[bytes]:
         """See `Channel.receive_bytes`."""
-        return self._receive(Receiving(self.name, kind, step, self._next_order(), session, None, bytes_max), ())
+        self._order += 1
+        return self._receive(Receiving(self.name, kind, step, self._order, session, None, bytes_max), ())
 
     def _receive(self, receiving: Receiving[T], after: Sequence[Event[Any]]) -> Event[T]:
         self._check()
@@ -150,10 +156,6 @@ class TcpChannel:
             raise self._error.with_traceback(None)  # the same one each time: its traceback must not grow
         assert self._handshake.done, f"{self!r} has not opened"
 
-    def _next_order(self) -> int:
-        self._order += 1
-        return self._order
-
     # writing
 
     def _schedule(self) -> None:
@@ -181,12 +183,38 @@ class TcpChannel:
                 self._batch = batch
         self._writing = False
 
+    def _send_now(self, sending: Sending) -> None:
+        """Write one frame that nothing waits before."""
+        self._wrote = self._writing = True
+        if self.connection.write(self._framed_with_grants(sending), batch=True):
+            self._sent_frames += 1
+            self._sent_bytes += len(sending.payload)
+            sending.finish(None, None)  # nobody has it yet, so nobody is told
+        else:
+            self._batch = [sending]
+        self._writing = False
+
+    def _framed_with_grants(self, sending: Sending) -> list[bytes | memoryview]:
+        """The pieces of a frame, and of the grants that go with it: in its header where that has room."""
+        form, payload = sending.form, sending.payload
+        header = form.header
+        pieces: list[bytes | memoryview] = []
+        if self._lanes.may_grant:
+            grants = self._lanes.grants()
+            together = header_with(form.content, tuple(grants))
+            if together is None:
+                pieces += [self._framed(Grant(kind, receives)) for kind, receives in grants]
+            else:
+                header = together
+        pieces.append(self._framed(header, sending.step, payload))
+        if len(payload):
+            pieces.append(payload)
+        return pieces
+
     def _gather(self) -> tuple[list[bytes | memoryview], list[Sending]]:
         """The frames that may go now, as far as one batch takes them."""
         lanes = self._lanes
         pieces: list[bytes | memoryview] = []
-        if lanes.may_grant:
-            pieces += [self._framed(Grant(kind, receives)) for kind, receives in lanes.grants()]
         batch: list[Sending] = []
         batch_bytes = 0
         while lanes.sends and batch_bytes < _BATCH_BYTES and len(pieces) < _BATCH_PIECES:
@@ -197,12 +225,11 @@ class TcpChannel:
                 pieces.append(self._framed(Skip(sending.kind, cut(str(sending.error()))), sending.step))
                 self._skipped += 1
                 continue
-            payload = sending.payload
-            pieces.append(self._framed(sending.form.header, sending.step, payload))
-            if len(payload):
-                pieces.append(payload)
+            pieces += self._framed_with_grants(sending)
             batch.append(sending)
-            batch_bytes += len(payload)
+            batch_bytes += len(sending.payload)
+        if lanes.may_grant:
+            pieces += [self._framed(Grant(kind, receives)) for kind, receives in lanes.grants()]
         return pieces, batch
 
     def _sent(self, batch: list[Sending]) -> None:
@@ -243,7 +270,8 @@ class TcpChannel:
         """A head came: find the place of its payload."""
         self._wrote = False
         if isinstance(header, Content) and self._handshake.done:
-            self._header = header
+            for kind, receives in header.grants:
+                self._lanes.add_credit(kind, receives)
             receiving = self._receiving = self._lanes.take_granted(header.kind)
             return receiving.space_for(header, step)
         self._header, self._step = header, step
@@ -261,10 +289,20 @@ class TcpChannel:
 
     def _whole(self) -> None:
         """The frame is whole: do what it says."""
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None:
+            self._received_frames += 1
+            self._received_bytes += 0 if receiving.view is None else len(receiving.view)
+            raised = receiving.complete()
+            if raised is not None:
+                self._tell(receiving, raised)
+            if self._lanes.must_grant:
+                self._schedule()  # behind whom that woke, so that a grant goes with what they send
+            if self._lanes.sends:
+                self._write_ready()  # what the grants that came with it allow
+            return
         header = self._header
-        if isinstance(header, Content):
-            self._take_content()
-        elif isinstance(header, Grant):
+        if isinstance(header, Grant):
             self._lanes.add_credit(header.kind, header.receives)
             if self._lanes.sends:
                 self._write_ready()
@@ -284,15 +322,6 @@ class TcpChannel:
             self._reader.seed = self._seed = self._handshake.seed
             self.name = f"stage {self._handshake.peer.stage} at {self.name}"
             self._tell(self.opened, self.opened.settle(None, None))
-
-    def _take_content(self) -> None:
-        receiving, self._receiving = self._receiving, None
-        assert receiving is not None
-        self._received_frames += 1
-        self._received_bytes += 0 if receiving.view is None else len(receiving.view)
-        self._tell(receiving, receiving.complete())
-        if self._lanes.must_grant:
-            self._schedule()  # behind whom that woke, so that a grant goes with what they send
 
     def _take_skip(self, header: Skip) -> None:
         receiving = self._receiving = self._lanes.take_granted(header.kind)

@@ -1,8 +1,9 @@
-"""Channels against bare connections, on loopback, between two processes: throughput and the time of a hop.
+"""Channels against bare connections between two processes, on loopback or in two network namespaces: throughput and the time of a hop.
 
 1. Only ratios count: each round measures every arm once, in an order that turns round by round, and a ratio is of two arms of one round.
 2. What arrives is compared with what was sent before anything is measured.
-3. Throughput is payload over the time from the first send to the word that all of it arrived. A hop is half a turn there and back.
+3. Throughput is payload over the time from the first send to the word that all of it arrived. A hop is half a turn there and back, with
+   receives asked for ahead; the peer answers from a callback, as a bare echo does, or from a task.
 4. iperf3, where it is installed, moves as many bytes over a connection of its own, in the same rounds.
 """
 
@@ -22,17 +23,19 @@ from rich.table import Table
 
 from engine.bench.channel_peer import BARE, KEY, LIMITS, Plan, serve_peer, terms
 from engine.bench.spread import percentile
+from engine.bench.two_hosts import Hosts, inside
 from engine.errors import BadSetting
 from streams import TcpChannel, connect
 
 __all__ = ["ChannelTimes", "as_json", "measure_channel", "table"]
 
-_VERSION = 1
+_VERSION = 2
 _WIDTH = 6144  # of a row: 12 KiB in bfloat16
 _ROWS = 64
 _DEPTH = 8  # frames of 64 rows asked for ahead
+_HOPS_AHEAD = 4  # rows of a hop asked for ahead
 CHANNEL, SMALL, BARE_STREAM, IPERF = "channel, 64 rows a frame", "channel, 1 row a frame", "bare connection", "iperf3"
-STREAMS = "asyncio's streams"
+STREAMS, TASK = "asyncio's streams", "channel, answered by a task"
 
 
 @dataclass(slots=True)
@@ -50,21 +53,28 @@ class ChannelTimes:
         return statistics.median(one / two for one, two in zip(arms[of], arms[to], strict=True))
 
 
-async def measure_channel(rounds: int, frames: int, turns: int, watch: Callable[[str, int, int], None]) -> ChannelTimes:
-    """`frames` of 64 rows and `turns` there and back, `rounds` times. Raises BadSetting: one of them is below 1."""
+async def measure_channel(
+    rounds: int, frames: int, turns: int, watch: Callable[[str, int, int], None], *, hosts: Hosts | None = None
+) -> ChannelTimes:  # fmt: skip
+    """`frames` of 64 rows and `turns` there and back, `rounds` times; between `hosts`, else on loopback.
+
+    Raises: BadSetting: a count is below 1.
+    """
     if min(rounds, frames, turns) < 1:
         raise BadSetting("--rounds, --frames and --turns must be at least 1")
+    near, far, address = (None, None, "127.0.0.1") if hosts is None else (hosts.near, hosts.far, hosts.address)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve_peer, args=(theirs,), daemon=True)
+    process = spawn.Process(target=serve_peer, args=(theirs, address, far), daemon=True)
     process.start()
     try:
         port, *others = await asyncio.to_thread(ours.recv)
-        channel = await connect("127.0.0.1", port, key=KEY, terms=terms(1), limits=LIMITS)
-        try:
-            return await _rounds(_Arms(channel, (others[0], others[1]), frames, turns), rounds, watch)
-        finally:
-            await channel.close()
+        with inside(near):
+            channel = await connect(address, port, key=KEY, terms=terms(1), limits=LIMITS)
+            try:
+                return await _rounds(_Arms(channel, address, (others[0], others[1]), frames, turns), rounds, watch, far)
+            finally:
+                await channel.close()
     finally:
         await asyncio.to_thread(process.join, 5)
         process.kill()
@@ -73,8 +83,9 @@ async def measure_channel(rounds: int, frames: int, turns: int, watch: Callable[
 class _Arms:
     """The arms, and what they send."""
 
-    def __init__(self, channel: TcpChannel, ports: tuple[int, int], frames: int, turns: int) -> None:
+    def __init__(self, channel: TcpChannel, address: str, ports: tuple[int, int], frames: int, turns: int) -> None:
         self.channel = channel
+        self.address = address
         self.bare_port, self.echo_port = ports
         self.frames = frames
         self.turns = turns
@@ -86,7 +97,7 @@ class _Arms:
     async def check(self) -> None:
         """What comes back is what went."""
         into = torch.zeros_like(self.rows)
-        await self._plan(Plan(True, _ROWS, _WIDTH, 1, 1))
+        await self._plan(Plan("task", _ROWS, _WIDTH, 1, 1))
         back = self.channel.receive(into, kind="back", step=0)
         self.channel.send(self.rows, kind="there", step=0)
         await back
@@ -99,7 +110,7 @@ class _Arms:
 
     async def frames_per(self, source: torch.Tensor, frames: int, depth: int) -> float:
         """Bytes a second over the channel."""
-        turn = await self._plan(Plan(False, source.shape[0], _WIDTH, frames, depth))
+        turn = await self._plan(Plan("take", source.shape[0], _WIDTH, frames, depth))
         done = self.channel.receive_bytes(kind="done", step=turn, bytes_max=0)
         began = time.perf_counter()
         for step in range(frames):
@@ -110,21 +121,24 @@ class _Arms:
         await done
         return frames * source.numel() * 2 / (time.perf_counter() - began)
 
-    async def hop(self) -> float:
-        """Microseconds, the median."""
-        into, taken = torch.zeros_like(self.row), []
-        await self._plan(Plan(True, 1, _WIDTH, self.turns, 2))
+    async def hop(self, answer: str) -> float:
+        """Microseconds, the median. `answer`: `callback` or `task`."""
+        ahead = min(_HOPS_AHEAD, self.turns)
+        intos, taken = [torch.zeros_like(self.row) for _ in range(ahead)], []
+        await self._plan(Plan(answer, 1, _WIDTH, self.turns, _HOPS_AHEAD))
+        asked = [self.channel.receive(into, kind="back", step=step) for step, into in enumerate(intos)]
         for step in range(self.turns):
-            back = self.channel.receive(into, kind="back", step=step)
             began = time.perf_counter()
             self.channel.send(self.row, kind="there", step=step)
-            await back
+            into = await asked[step % ahead]
             taken.append(time.perf_counter() - began)
+            if step + ahead < self.turns:
+                asked[step % ahead] = self.channel.receive(into, kind="back", step=step + ahead)
         return 1e6 * percentile(tuple(taken), 50) / 2
 
     async def bare_stream(self) -> float:
         """Bytes a second of plain writes, as much at a time as a frame has."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.bare_port)
+        reader, writer = await asyncio.open_connection(self.address, self.bare_port)
         message = self.rows.view(torch.uint8).numpy().tobytes()
         writer.write(BARE.pack(False, len(message), self.frames))
         began = time.perf_counter()
@@ -139,7 +153,7 @@ class _Arms:
 
     async def stream_hop(self) -> float:
         """Microseconds, the median: asyncio's streams on either side."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.echo_port)
+        reader, writer = await asyncio.open_connection(self.address, self.echo_port)
         message = self.row.view(torch.uint8).numpy().tobytes()
         writer.write(BARE.pack(True, len(message), self.turns))
         taken = []
@@ -156,7 +170,7 @@ class _Arms:
         """Microseconds, the median: a protocol on either side, and one future a turn."""
         message = self.row.view(torch.uint8).numpy().tobytes()
         loop = asyncio.get_running_loop()
-        transport, echo = await loop.create_connection(lambda: _BareTurns(len(message)), "127.0.0.1", self.bare_port)
+        transport, echo = await loop.create_connection(lambda: _BareTurns(len(message)), self.address, self.bare_port)
         transport.write(BARE.pack(True, len(message), self.turns))
         taken = []
         for _ in range(self.turns):
@@ -190,18 +204,20 @@ class _BareTurns(asyncio.BufferedProtocol):
                 self.back.set_result(None)
 
 
-async def _iperf(payload_bytes: int) -> float | None:
-    """Bytes a second that iperf3 received, or None where it is not installed or fails."""
+async def _iperf(payload_bytes: int, address: str, far: str | None) -> float | None:
+    """Bytes a second that iperf3 received, or None where it is not installed or fails. `far`: the namespace it listens in."""
     if shutil.which("iperf3") is None:
         return None
-    port = "15201"
-    server = await asyncio.create_subprocess_exec("iperf3", "-s", "-1", "--forceflush", "-p", port, stdout=asyncio.subprocess.PIPE)
+    port, there = "15201", () if far is None else ("ip", "netns", "exec", far)
+    server = await asyncio.create_subprocess_exec(
+        *there, "iperf3", "-s", "-1", "--forceflush", "-p", port, stdout=asyncio.subprocess.PIPE
+    )  # fmt: skip
     try:
         assert server.stdout is not None
         await server.stdout.readline()
         await server.stdout.readline()  # it listens
         client = await asyncio.create_subprocess_exec(
-            "iperf3", "-c", "127.0.0.1", "-p", port, "-n", str(payload_bytes), "-J", stdout=asyncio.subprocess.PIPE
+            "iperf3", "-c", address, "-p", port, "-n", str(payload_bytes), "-J", stdout=asyncio.subprocess.PIPE
         )  # fmt: skip
         output, _ = await client.communicate()
         return float(json.loads(output)["end"]["sum_received"]["bits_per_second"]) / 8 if client.returncode == 0 else None
@@ -211,16 +227,18 @@ async def _iperf(payload_bytes: int) -> float | None:
         await server.wait()
 
 
-async def _rounds(arms: _Arms, rounds: int, watch: Callable[[str, int, int], None]) -> ChannelTimes:
+async def _rounds(arms: _Arms, rounds: int, watch: Callable[[str, int, int], None], far: str | None) -> ChannelTimes:
     found = ChannelTimes(arms.frames * arms.rows.numel() * 2, arms.turns)
     await arms.check()
     throughput: list[tuple[str, Callable[[], Awaitable[float | None]]]] = [
         (CHANNEL, lambda: arms.frames_per(arms.rows, arms.frames, _DEPTH)),
         (BARE_STREAM, arms.bare_stream),
-        (IPERF, lambda: _iperf(found.payload_bytes)),
+        (IPERF, lambda: _iperf(found.payload_bytes, arms.address, far)),
         (SMALL, lambda: arms.frames_per(arms.row, arms.frames * _ROWS // 4, _ROWS)),
     ]
-    hops: list[tuple[str, Callable[[], Awaitable[float]]]] = [(CHANNEL, arms.hop), (BARE_STREAM, arms.bare_hop), (STREAMS, arms.stream_hop)]
+    hops: list[tuple[str, Callable[[], Awaitable[float]]]] = [
+        (CHANNEL, lambda: arms.hop("callback")), (BARE_STREAM, arms.bare_hop), (TASK, lambda: arms.hop("task")), (STREAMS, arms.stream_hop),
+    ]  # fmt: skip
     for turn in range(-1, rounds):  # one round that is not counted
         for place in range(len(throughput)):
             name, measure = throughput[(place + turn) % len(throughput)]
@@ -242,22 +260,26 @@ def _ratios(found: ChannelTimes) -> dict[str, float]:
         for to in (BARE_STREAM, IPERF):
             if name not in (to, BARE_STREAM, IPERF) and len(found.throughput.get(to, ())) == len(found.throughput[name]):
                 ratios[f"throughput: {name} / {to}"] = found.ratio(name, to, "throughput")
-    ratios["hop: channel / bare protocol"] = found.ratio(CHANNEL, BARE_STREAM, "hop_us")
-    ratios["hop: channel / asyncio's streams"] = found.ratio(CHANNEL, STREAMS, "hop_us")
+    for name, to, said in (
+        (CHANNEL, BARE_STREAM, "hop: channel / bare protocol"),
+        (TASK, STREAMS, "hop: channel, tasks / asyncio's streams"),
+    ):
+        ratios[said] = found.ratio(name, to, "hop_us")
+    ratios["hop: channel, tasks / bare protocol"] = found.ratio(TASK, BARE_STREAM, "hop_us")
     return ratios
 
 
-def as_json(found: ChannelTimes, machine: dict[str, Any]) -> dict[str, Any]:
+def as_json(found: ChannelTimes, machine: dict[str, Any], *, namespaces: bool) -> dict[str, Any]:
     """Everything."""
     return {
-        "version": _VERSION, "kind": "channel", "payload_bytes": found.payload_bytes, "turns": found.turns, "ratios": _ratios(found),
-        "bytes_per_second": found.throughput, "hop_us": found.hop_us, "machine": machine,
+        "version": _VERSION, "kind": "channel", "namespaces": namespaces, "payload_bytes": found.payload_bytes, "turns": found.turns,
+        "ratios": _ratios(found), "bytes_per_second": found.throughput, "hop_us": found.hop_us, "machine": machine,
     }  # fmt: skip
 
 
 def table(found: ChannelTimes) -> Table:
     """A row a ratio, with its spread over the rounds."""
-    drawn = Table(title="channels against bare connections, on loopback", title_justify="left")
+    drawn = Table(title="channels against bare connections", title_justify="left")
     drawn.add_column("")
     drawn.add_column("median ratio", justify="right")
     for name, value in _ratios(found).items():

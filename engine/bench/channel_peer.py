@@ -1,7 +1,8 @@
 """The other process of `forebay bench channel`: it takes or sends back what comes, over a channel and over a bare connection.
 
-1. Both answers are as lean as their kind allows: a channel's peer asks for frames ahead and touches no byte; a bare one reads into one
-   buffer and, where it echoes, writes that buffer back as soon as a message is whole.
+1. Answers are as lean as their kind allows: a channel's peer asks for frames ahead and touches no byte; a bare one reads into one
+   buffer and, where it echoes, writes that buffer back as soon as a message is whole. A channel's echo comes from the callback of the
+   event, as the bare one's does, or from a task that awaited it.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import msgspec
 import torch
 import uvloop
 
+from engine.bench.two_hosts import inside
 from streams import ChannelLimits, Event, PeerLost, TcpChannel, Terms, listen
 
 __all__ = ["BARE", "KEY", "LIMITS", "Plan", "serve_peer", "terms"]
@@ -25,7 +27,7 @@ _READ_BYTES = 1 << 20
 class Plan(msgspec.Struct, frozen=True):
     """What is sent next over a channel: `frames` of [rows, width] in bfloat16, `depth` of them asked for ahead."""
 
-    echo: bool
+    answer: str  # "callback" and "task" send it back, "take" does not
     rows: int
     width: int
     frames: int
@@ -37,16 +39,17 @@ def terms(stage: int) -> Terms:
     return Terms("bench", ((0, 1), (1, 1)), stage)
 
 
-def serve_peer(pipe: Pipe) -> None:
-    """The process: tells the two ports over the pipe and serves until the channel is closed."""
+def serve_peer(pipe: Pipe, address: str, host: str | None) -> None:
+    """The process: tells its ports at `address` over the pipe and serves until the channel is closed. `host`: a namespace."""
     torch.set_num_threads(1)
-    uvloop.run(_serve(pipe))
+    with inside(host):
+        uvloop.run(_serve(pipe, address))
 
 
-async def _serve(pipe: Pipe) -> None:
-    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0), limits=LIMITS)
-    bare = await asyncio.get_running_loop().create_server(BareEcho, "127.0.0.1", 0)
-    echo = await asyncio.start_server(_stream_echo, "127.0.0.1", 0)
+async def _serve(pipe: Pipe, address: str) -> None:
+    listener = await listen(address, 0, key=KEY, terms=terms(0), limits=LIMITS)
+    bare = await asyncio.get_running_loop().create_server(BareEcho, address, 0)
+    echo = await asyncio.start_server(_stream_echo, address, 0)
     pipe.send((listener.port, bare.sockets[0].getsockname()[1], echo.sockets[0].getsockname()[1]))
     channel = await listener.accept()
     try:
@@ -74,20 +77,52 @@ async def _follow_plans(channel: TcpChannel) -> None:
     while True:
         plan = msgspec.json.decode(await channel.receive_bytes(kind="plan", step=turn, bytes_max=1000), type=Plan)
         turn += 1
-        buffers = [torch.zeros(plan.rows, plan.width, dtype=torch.bfloat16) for _ in range(plan.depth)]
-        asked: list[Event[torch.Tensor]] = [
-            channel.receive(buffers[step], kind="there", step=step) for step in range(min(plan.depth, plan.frames))
-        ]
-        back: Event[None] | None = None
-        for step in range(plan.frames):
-            into = await asked[step % plan.depth]
-            if plan.echo:
-                back = channel.send(into, kind="back", step=step)
-            if step + plan.depth < plan.frames:
-                after = (back,) if back is not None else ()
-                asked[step % plan.depth] = channel.receive(into, kind="there", step=step + plan.depth, after=after)
-        if not plan.echo:
+        if plan.answer == "callback":
+            await _Answers(channel, plan).done
+        else:
+            await _follow(channel, plan)
+        if plan.answer == "take":
             await channel.send(b"", kind="done", step=turn - 1)
+
+
+async def _follow(channel: TcpChannel, plan: Plan) -> None:
+    buffers = [torch.zeros(plan.rows, plan.width, dtype=torch.bfloat16) for _ in range(plan.depth)]
+    asked: list[Event[torch.Tensor]] = [
+        channel.receive(buffers[step], kind="there", step=step) for step in range(min(plan.depth, plan.frames))
+    ]
+    back: Event[None] | None = None
+    for step in range(plan.frames):
+        into = await asked[step % plan.depth]
+        if plan.answer == "task":
+            back = channel.send(into, kind="back", step=step)
+        if step + plan.depth < plan.frames:
+            after = (back,) if back is not None else ()
+            asked[step % plan.depth] = channel.receive(into, kind="there", step=step + plan.depth, after=after)
+
+
+class _Answers:
+    """Sends each frame back from its callback."""
+
+    def __init__(self, channel: TcpChannel, plan: Plan) -> None:
+        self.done: Event[None] = Event("answers")
+        self._channel = channel
+        self._plan = plan
+        for step in range(min(plan.depth, plan.frames)):
+            self._ask(torch.zeros(plan.rows, plan.width, dtype=torch.bfloat16), step, ())
+
+    def _ask(self, into: torch.Tensor, step: int, after: tuple[Event[None], ...]) -> None:
+        self._channel.receive(into, kind="there", step=step, after=after).on_done(lambda event: self._answer(event, step))
+
+    def _answer(self, event: Event[torch.Tensor], step: int) -> None:
+        if event.error() is not None:
+            self.done.settle(None, event.error())
+            return
+        into = event.result()
+        back = self._channel.send(into, kind="back", step=step)
+        if step + self._plan.depth < self._plan.frames:
+            self._ask(into, step + self._plan.depth, (back,))
+        elif step + 1 == self._plan.frames:
+            self.done.settle(None, None)
 
 
 class BareEcho(asyncio.BufferedProtocol):

@@ -5,6 +5,7 @@ The table goes to standard output. Exit code: 0.
 
 import argparse
 import sys
+from contextlib import nullcontext
 
 import uvloop
 from rich.console import Console
@@ -25,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", metavar="N", help=f"times every arm is measured ({_ROUNDS})")
     parser.add_argument("--frames", metavar="N", help=f"frames of 64 rows of 12 KiB a round ({_FRAMES})")
     parser.add_argument("--turns", metavar="N", help=f"turns of 12 KiB there and back a round ({_TURNS})")
+    parser.add_argument("--namespaces", action="store_true", help="between two network namespaces in place of loopback; needs root")
     add_json(parser)
     add_flags(parser, ("log_format",))
 
@@ -34,15 +36,17 @@ def run(invocation: Invocation) -> int:
     target, options = json_target(invocation.options), invocation.options
     rounds, frames, turns = (count_of(options, name) for name in ("rounds", "frames", "turns"))
     from engine.bench.channel import as_json, measure_channel, table
+    from engine.bench.two_hosts import two_hosts
 
     bars = Bars("bench.running", Console(file=sys.stderr))
     counts = (_ROUNDS if rounds is None else rounds, _FRAMES if frames is None else frames, _TURNS if turns is None else turns)
     try:
-        found = uvloop.run(measure_channel(*counts, bars))
+        with two_hosts() if options.get("namespaces") else nullcontext() as hosts:
+            found = uvloop.run(measure_channel(*counts, bars, hosts=hosts))
     finally:
         bars.close()
     if target is not None:
-        write_json(target, as_json(found, machine(probe=False)))
+        write_json(target, as_json(found, machine(probe=False), namespaces=hosts is not None))
     results().print(table(found))
     return 0
 

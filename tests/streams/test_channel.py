@@ -93,6 +93,24 @@ async def test_kinds_do_not_wait_for_one_another() -> None:
         await stuck
 
 
+async def test_grants_go_with_frames_whether_these_have_room_for_them_or_not() -> None:
+    """Frames sent beside receives of no, one, two, three and six kinds of the longest names: whatever carries the grants, all arrive."""
+    async with loopback() as (one, two, _):
+        for kinds in (0, 1, 2, 3, 6):
+            names = [f"{place}".rjust(16, "k") for place in range(kinds)]
+            there, back = torch.zeros(1, 1, 1, 1, 2, 3), [torch.zeros(4) for _ in names]
+            asked = [two.receive(there, kind="there", step=kinds)]
+            await turns()
+            asked += [one.receive(into, kind=name, step=kinds) for name, into in zip(names, back, strict=True)]
+            one.send(noise(torch.float32, 1, 1, 1, 1, 2, 3, seed=kinds), kind="there", step=kinds)
+            for name in names:
+                two.send(torch.full((4,), float(kinds)), kind=name, step=kinds)
+            for event in asked:
+                await event
+            assert raw(there) == raw(noise(torch.float32, 1, 1, 1, 1, 2, 3, seed=kinds))
+            assert all(into.eq(kinds).all() for into in back)
+
+
 async def test_messages_of_any_length_up_to_the_limit() -> None:
     """Messages of no byte and of as many as were allowed arrive; one byte more ends the channel."""
     async with loopback() as (one, two, _):

@@ -163,6 +163,7 @@ async def traffic() -> tuple[Cable, list[bytes], torch.Tensor]:
     cable.left.feed(bytes(cable.right.out))
     cable.right.out.clear()
     cable.one.receive_bytes(kind="back", step=0, bytes_max=1)
+    await turns()  # so that it is asked for by a frame of its own
     cable.one.send(torch.arange(15, dtype=torch.bfloat16).reshape(3, 5), kind="x", step=7)
     cable.one.send(b"a message", kind="m", step=2)
     await turns()
