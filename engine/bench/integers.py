@@ -3,6 +3,8 @@
 Bytes are the packed ones: codes and scales. The check multiplies the weights out.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,14 +21,21 @@ from kernels.moe import experts, gated_mlp
 if TYPE_CHECKING:
     from kernels.linear.tiling import Tiling
 
-__all__ = ["INTEGER_LINEAR", "INTEGER_TILES", "integer_cases", "integer_linear_case", "integer_mlp_case", "integer_routed_case"]
+__all__ = ["INTEGER_LINEAR", "integer_cases", "integer_linear_case", "integer_mlp_case", "integer_routed_case", "integer_tilings"]
 
 INTEGER_LINEAR = ("query", "attention output")
-# outputs, parts, warps, stages that are tried
-INTEGER_TILES = (
-    (16, 4, 4, 2), (16, 4, 4, 3), (16, 4, 4, 4), (16, 2, 2, 3), (16, 2, 2, 4), (16, 2, 2, 6), (16, 8, 8, 2), (16, 8, 8, 3),
-    (32, 4, 4, 2), (32, 4, 4, 3), (32, 2, 2, 3), (32, 2, 2, 4), (32, 8, 8, 2), (64, 2, 2, 3),
+# outputs, parts, warps, stages, twin that are tried: of gate and up, twins anyway, and of single weights
+_GATED = (
+    (16, 4, 4, 3, False), (64, 1, 4, 3, False), (16, 4, 4, 2, False), (16, 8, 8, 2, False), (32, 1, 2, 4, False),
+    (32, 1, 2, 3, False), (16, 2, 2, 3, False), (16, 1, 1, 4, False),
 )  # fmt: skip
+_SINGLE = (
+    (16, 4, 4, 3, False), (64, 1, 4, 3, False), (16, 4, 4, 2, False), (16, 8, 8, 2, False), (64, 1, 4, 3, True), (64, 1, 4, 4, False),
+    (16, 4, 4, 3, True), (16, 2, 2, 3, True), (32, 1, 2, 3, True), (32, 1, 2, 4, True),
+)  # fmt: skip
+_PLAIN = 2  # of four bits, also tried without being raised as the others are
+_OF_BYTES = 6  # tried of eight bits
+_PROGRAMS = 264  # two a multiprocessor of the largest card in mind; what splits of one-part tilings aim at
 _GROUP = 64
 _BOUND = 2**-7
 _SHARE = 0.8
@@ -134,6 +143,23 @@ def integer_routed_case(shapes: Shapes, bits: int, rows: int, tilings: "tuple[Ti
         return Made(calls, difference)
 
     return Case("integers", f"int{bits} {distinct} of {count} experts, {rows} rows", moved, 2 * _BOUND, make, target_share=_SHARE)
+
+
+def integer_tilings(outputs: int, width: int, bits: int, *, gated: bool, experts_read: int = 1) -> "Iterator[Tiling]":
+    """What is tried for a weight [outputs, width] of which so many are read at a time. Args: gated: gate and up together."""
+    from kernels.linear.tiling import Tiling
+
+    chunk = 64 * 16 // bits
+    tried = _GATED if gated else _SINGLE
+    plain = [(how, False) for how in tried[: _PLAIN if bits == 4 else _OF_BYTES]]
+    for how, raised in (*plain, *((how, True) for how in tried if bits == 4)):
+        tile, parts, warps, stages, twin = how
+        one = Tiling(tile, chunk, parts, warps, stages, 1, twin, raised)
+        steps, programs = -(-width // one.step), -(-outputs // one.tile_outputs) * experts_read
+        if parts == 1 and not gated and programs < _PROGRAMS:
+            one = replace(one, splits=min((n for n in range(1, steps) if steps % n == 0 and n * programs >= _PROGRAMS), default=1))
+        if one.step <= max(width, chunk):
+            yield one
 
 
 def integer_cases(shapes: Shapes) -> list[Case]:

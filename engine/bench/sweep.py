@@ -20,13 +20,13 @@ from rich.table import Table
 
 from engine.bench.cases import Case, Shapes
 from engine.bench.constants import SETTINGS, Setting, set_to
-from engine.bench.integers import INTEGER_LINEAR, INTEGER_TILES, integer_linear_case, integer_mlp_case, integer_routed_case
+from engine.bench.integers import INTEGER_LINEAR, integer_linear_case, integer_mlp_case, integer_routed_case, integer_tilings
 from engine.bench.kernels import all_cases
 from engine.bench.products import LINEAR_NAMES, linear_case, linear_shape, mlp_case, routed_case
 from engine.bench.timing import Timer
 from kernels.linear.tiling import Tiling
 
-__all__ = ["Swept", "Trial", "as_json", "best", "compile_ahead", "named", "named_settings", "sweep", "table", "trials"]
+__all__ = ["Swept", "Trial", "as_json", "best", "compile_ahead", "constants", "named", "named_settings", "sweep", "table", "trials"]
 
 SWEPT_ROWS = (4,)
 # outputs, width of a part, parts, warps, stages
@@ -100,22 +100,24 @@ def _integer_routed(shapes: Shapes, bits: int, gated: bool, tiling: Tiling, rows
 
 def _integer_trials(shapes: Shapes) -> list[Trial]:
     """Tilings of weights of 4 and 8 bits."""
-    found, hidden = [], shapes.hidden
+    found, hidden, width = [], shapes.hidden, shapes.expert_width
     for bits in (4, 8):
-        chunk = 64 * 16 // bits
-        for tile, parts, warps, stages in INTEGER_TILES:
-            tiling = Tiling(tile, chunk, parts, warps, stages)
-            for name in INTEGER_LINEAR:
-                _, outputs, width = linear_shape(shapes, name)
-                linear = partial(_integer_linear, shapes, name, bits, tiling)
-                found.append(Trial(f"int{bits} {name}", outputs, width, tiling, linear))
-            for name, width in (("dense", shapes.dense_width), ("shared", shapes.expert_width)):
-                gated, down = (partial(_integer_mlp, shapes, name, width, bits, gated, tiling) for gated in (True, False))
-                found += [Trial(f"int{bits} {name} gate, up", width, hidden, tiling, gated)] * (tile < 64)
-                found.append(Trial(f"int{bits} {name} down", hidden, width, tiling, down))
-            gated, down = (partial(_integer_routed, shapes, bits, gated, tiling) for gated in (True, False))
-            found += [Trial(f"int{bits} routed gate, up", shapes.expert_width, hidden, tiling, gated)] * (tile < 64)
-            found.append(Trial(f"int{bits} routed down", hidden, shapes.expert_width, tiling, down))
+        for name in INTEGER_LINEAR:
+            _, outputs, inputs = linear_shape(shapes, name)
+            for how in integer_tilings(outputs, inputs, bits, gated=False):
+                found.append(Trial(f"int{bits} {name}", outputs, inputs, how, partial(_integer_linear, shapes, name, bits, how)))
+        for name, wide in (("dense", shapes.dense_width), ("shared", width)):
+            for how in integer_tilings(wide, hidden, bits, gated=True):
+                make = partial(_integer_mlp, shapes, name, wide, bits, True, how)
+                found.append(Trial(f"int{bits} {name} gate, up", wide, hidden, how, make))
+            for how in integer_tilings(hidden, wide, bits, gated=False):
+                make = partial(_integer_mlp, shapes, name, wide, bits, False, how)
+                found.append(Trial(f"int{bits} {name} down", hidden, wide, how, make))
+        read = shapes.experts_per_token
+        for how in integer_tilings(width, hidden, bits, gated=True, experts_read=read):
+            found.append(Trial(f"int{bits} routed gate, up", width, hidden, how, partial(_integer_routed, shapes, bits, True, how)))
+        for how in integer_tilings(hidden, width, bits, gated=False, experts_read=read):
+            found.append(Trial(f"int{bits} routed down", hidden, width, how, partial(_integer_routed, shapes, bits, False, how)))
     return found
 
 
@@ -247,6 +249,20 @@ def table(found: Sequence[Swept], count: int = 4) -> Table:
             times = [f"{time:.2f}" for time in one.microseconds] or [one.failure] * len(SWEPT_ROWS)
             shown.add_row(weight, f"{one.trial.outputs}x{one.trial.width}", said, *times)
     return shown
+
+
+def constants(found: Sequence[Swept]) -> list[str]:
+    """Lines for `tiling.py`: the fastest tiling of each weight that has one, and how much of the first tried one's time it takes."""
+    lines = []
+    for weight, (first, *_) in best(found, 1).items():
+        if not first.microseconds:
+            continue
+        given = ", ".join(repr(value) for value in asdict(first.trial.tiling).values())
+        more = f", {weight[3]}, {'routed' in weight}" if weight.startswith("int") else ""
+        usual = next(one for one in found if one.trial.weight == weight).total
+        key = f"{first.trial.outputs}, {first.trial.width}{more}"
+        lines.append(f"({key}): Tiling({given}),  # {weight}: {first.total:.1f} us, the first tried {usual:.1f}")
+    return lines
 
 
 def as_json(found: Sequence[Swept]) -> list[dict[str, Any]]:

@@ -55,10 +55,11 @@ def run(invocation: Invocation) -> int:
         )
         console.print(sweep.table(swept))
         console.print(constants.table(tried))
+        console.print("\n".join(sweep.constants(swept)), soft_wrap=True)
         right = any(one.microseconds for one in swept) or any(one.microseconds for one in tried)
         written = {
             "version": 1, "kind": "sweep", "machine": machine(probe=True), "trials": sweep.as_json(swept),
-            "settings": constants.as_json(tried),
+            "constants": sweep.constants(swept), "settings": constants.as_json(tried),
         }  # fmt: skip
     else:
         found = list(kernels.measure(cases, device, timer, lambda done, total: bars("kernels", done, total)))

@@ -1,17 +1,25 @@
 """Products of few rows with `GroupInt` weights, whose codes are widened in registers.
 
 A program multiplies INTEGER_ROWS rows by a tile of outputs; outputs are the matrix units' rows, so that eight rows waste none of them. A
-step takes `Tiling.parts` chunks of the width, one a warp: a chunk's pieces (`group_int.py`) are widened one after the other, multiplied by
-as many consecutive values of the rows, and each piece's sums get the scale of its group. Scales of the next step are under way meanwhile.
+chunk of the width is widened piece by piece (`group_int.py`), each multiplied by as many consecutive values of the rows, and each piece's
+sums get the scale of its group. Scales of the next step are under way meanwhile. A weight's `Tiling` picks among these forms:
+
+- several parts: a step takes as many chunks, one a warp, and the warps' sums are added. One part: a step takes one chunk, and a warp 16
+  outputs; the rows are in shared memory once for all warps, so three times as many warps fit, but few outputs need `splits`.
+- twin: a second tile of outputs is multiplied by the same rows, which leave shared memory once for both. Gate and up are twins anyway.
+- raised: pieces 1 to 3 of four-bit codes are multiplied as 16 + code, which costs a shift and a mask for two codes; 16 and the zero times
+  the sum of the rows come off. That sum is a product with one constant: for no output more, and it is shared by a tile and its twin.
 
 Invariants:
 1. As in `kernel.py`: tilings follow from the weight's shape, bits and group; a row takes one of 8 places in a tile that is always whole.
-2. A code less its zero is at most 8 bits and exact in bf16, products are exact (a float32 row is three bf16 terms), sums are float32,
-   scales are applied to a piece's sum. Pieces are added in the order of their values within a part, parts in one sum of a fixed shape.
+2. A code less its zero is at most 8 bits and exact in bf16, so is 16 + code; products are exact (a float32 row is three bf16 terms), sums
+   are float32, scales are applied to a piece's sum. Raised sums are up to six times as large as what they stand for: they lose as much of
+   24 bits, where bf16 rows have 8 and the result keeps 8; float32 rows are never raised. An infinite value gives NaN then.
+3. Pieces are added in the order of their values within a part, parts in one sum of a fixed shape, splits in ascending order.
 
-Floor: the codes and scales once. At 4.2 TB/s a multiprocessor sees 38 four-bit codes a clock, so instructions count (2.2 to 2.6 a code and
-lane): two codes at a time take one mask and one subtraction, three of four a shift. PACKED: in NVIDIA's own instructions, since compilers
-take them one by one.
+Floor: the codes and scales once, 18 bytes a clock and multiprocessor at 4.2 TB/s, so instructions a packed byte and lane count (128 a
+clock; masks and shifts 64). Of sm_90's loop over an attention's output, 4 bits: parts 5.2, twin 4.5, both raised 4.8 and 4.1; one part
+5.0, twin 4.4, both raised 4.7 and 3.9; masks and shifts are 2.0 of each. Eight bits: 4.3 (`tests/kernels/triton/instructions.py`).
 """
 
 import torch
@@ -22,66 +30,23 @@ from torch import Tensor
 from kernels.linear.group_int import GroupInt, chunk_units_of, padded_width
 from kernels.linear.kernel import _add_splits, _dot_bf16, launch_options, split_width_of
 from kernels.linear.tiling import Tiling, integer_tiling
+from kernels.linear.widen import PACKED, raised, widened, zero_of
 
-__all__ = ["INTEGER_ROWS", "PACKED", "accumulate_integers", "chunk_of", "linear", "widened", "zero_of"]
+__all__ = ["FORMS", "INTEGER_ROWS", "accumulate_integers", "chunk_of", "compiled", "integer_constants", "linear"]
 
 INTEGER_ROWS = 8  # of a tile
-PACKED = torch.version.hip is None and not triton.knobs.runtime.interpret
+# every form of the sums of four-bit weights, for what compiles and checks all of them
+FORMS = tuple(
+    Tiling(16 if parts > 1 else 64, 256, parts, 4, 3, splits, twin, raised)
+    for parts, splits in ((4, 1), (1, 4)) for twin in (False, True) for raised in (False, True)
+)  # fmt: skip
 _BAND_ROWS = 256
 _SUM_BLOCK = 1024
 
-# Codes of two units, 0..15, become the bf16 numbers 128..143 in place: their last four bits are the code. The zero is 128 more, too.
-_PIECE_0 = tl.constexpr("{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
-_PIECE_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
-_PIECE_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
-_PIECE_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
-# A byte becomes the last of a float32 number of 2^23 and on; less the zero and 2^23 it fits bf16.
-_LOW_BYTE = tl.constexpr(
-    "{ .reg .b32 a, b; .reg .f32 c, d; prmt.b32 a, $1, 0x4B000000, 0x7650; prmt.b32 b, $1, 0x4B000000, 0x7652;"
-    " mov.b32 c, a; mov.b32 d, b; sub.rn.f32 c, c, $2; sub.rn.f32 d, d, $3; cvt.rn.bf16x2.f32 $0, d, c; }"
-)
-_HIGH_BYTE = tl.constexpr(
-    "{ .reg .b32 a, b; .reg .f32 c, d; prmt.b32 a, $1, 0x4B000000, 0x7651; prmt.b32 b, $1, 0x4B000000, 0x7653;"
-    " mov.b32 c, a; mov.b32 d, b; sub.rn.f32 c, c, $2; sub.rn.f32 d, d, $3; cvt.rn.bf16x2.f32 $0, d, c; }"
-)
-
 
 @triton.jit
-def zero_of(code, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """What `widened` subtracts, for zeros given as codes in float32."""
-    if not PACKED:
-        return code
-    elif BITS == 4:
-        return (code + 128.0).to(tl.bfloat16)
-    else:
-        return code + 8388608.0
-
-
-@triton.jit
-def widened(units, zero, PIECE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """Piece PIECE of units, less its zero: bf16, exact. `zero`: of `zero_of`, in the units' shape."""
-    if not PACKED:
-        code = (units.to(tl.int32) >> (PIECE * BITS)) & ((1 << BITS) - 1)
-        return (code.to(tl.float32) - zero).to(tl.bfloat16)
-    elif BITS == 8:
-        if PIECE == 0:
-            return tl.inline_asm_elementwise(_LOW_BYTE, "=r,r,f,f", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-        else:
-            return tl.inline_asm_elementwise(_HIGH_BYTE, "=r,r,f,f", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PIECE == 0:
-        return tl.inline_asm_elementwise(_PIECE_0, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PIECE == 1:
-        return tl.inline_asm_elementwise(_PIECE_1, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PIECE == 2:
-        return tl.inline_asm_elementwise(_PIECE_2, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(_PIECE_3, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@triton.jit
-def _dot_rows(weight, x):
-    """weight [parts, N, K] bf16 · x [parts, K, M] bf16 or f32: [parts, N, M] f32, every product exact."""
-    acc = tl.zeros([weight.shape[0], weight.shape[1], x.shape[2]], tl.float32)
+def _dot_rows(weight, x, acc):
+    """acc + weight [(parts,) N, K] bf16 · x [(parts,) K, M] bf16 or f32: [(parts,) N, M] f32, every product exact."""
     if x.dtype == tl.float32:
         high = x.to(tl.bfloat16)
         rest = x - high.to(tl.float32)
@@ -93,9 +58,54 @@ def _dot_rows(weight, x):
 
 
 @triton.jit
-def _scales_of_chunks(from_scales, known, value, GROUP: tl.constexpr, SPAN: tl.constexpr):
-    """All SPAN scales of the chunks that begin at `value` [parts], one word an output: [parts, N]. Scales have 16 bits."""
-    at = from_scales[None, :] + (value // GROUP)[:, None]
+def _zeros(PARTS: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
+    if PARTS == 1:
+        return tl.zeros([TILE_N, TILE_M], tl.float32)
+    else:
+        return tl.zeros([PARTS, TILE_N, TILE_M], tl.float32)
+
+
+@triton.jit
+def _by_output(from_each, number, PARTS: tl.constexpr):
+    """Addresses `number` (one a part) behind those of outputs, `from_each` [N]: [(parts,) N]. Or two masks: both."""
+    if PARTS == 1:
+        return from_each + number
+    else:
+        return from_each[None, :] + number[:, None]
+
+
+@triton.jit
+def _load(from_each, stride, mask, first, within, END: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr):
+    """Values `first` (one a part) + `within` [K] behind `from_each` [N]: [(parts,) N, K]; 0 where the mask [N] is off, or from END on."""
+    if PARTS == 1:
+        value = first + within
+        at, known = from_each[:, None] + (value * stride)[None, :], mask[:, None]
+        if not WHOLE:
+            known = known & (value < END)[None, :]
+    else:
+        value = first[:, None] + within[None, :]
+        at, known = from_each[None, :, None] + (value * stride)[:, None, :], mask[None, :, None]
+        if not WHOLE:
+            known = known & (value < END)[:, None, :]
+    return tl.load(at, mask=known, other=0)
+
+
+@triton.jit
+def _known(mask, at, END: tl.constexpr, WHOLE: tl.constexpr, PARTS: tl.constexpr):
+    """Of `mask` [N], chunks that begin at `at` (one a part) before END: [(parts,) N]. WHOLE: all do."""
+    known = mask if PARTS == 1 else tl.broadcast_to(mask[None, :], [PARTS, mask.shape[0]])
+    if WHOLE:
+        return known
+    elif PARTS == 1:
+        return known & (at < END)
+    else:
+        return known & (at < END)[:, None]
+
+
+@triton.jit
+def _scales_of_chunks(from_scales, known, value, GROUP: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr):
+    """All SPAN scales of the chunks that begin at `value` (one a part), one word an output: [(parts,) N]. Scales have 16 bits."""
+    at = _by_output(from_scales, value // GROUP, PARTS)
     if SPAN == 4:
         return tl.load(at.to(tl.pointer_type(tl.int64), bitcast=True), mask=known, other=0)
     elif SPAN == 2:
@@ -105,28 +115,46 @@ def _scales_of_chunks(from_scales, known, value, GROUP: tl.constexpr, SPAN: tl.c
 
 
 @triton.jit
-def _piece_sum(x, units, words, from_scales, from_zeros, known, value, PIECE: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
-               GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr, JOINED: tl.constexpr):  # fmt: skip
-    """[parts, N, M] f32: rows x [parts, M, UNITS] by one piece of units [parts, N, UNITS], scaled. Chunks begin at `value` [parts]."""
-    KIND: tl.constexpr = from_scales.dtype.element_ty
-    group = ((value + PIECE * UNITS) // GROUP)[:, None]
-    if ZEROS:
-        code = tl.load(from_zeros[None, :] + group, mask=known, other=0).to(tl.float32)
-        zero = tl.broadcast_to(zero_of(code, BITS, PACKED)[:, :, None], units.shape)
-    else:
-        zero = zero_of(tl.full(units.shape, 1 << (BITS - 1), tl.float32), BITS, PACKED)
-    if JOINED:
-        scale = (words >> (16 * (PIECE * UNITS // GROUP))).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
-    else:
-        scale = tl.load(from_scales[None, :] + group, mask=known, other=0.0).to(tl.float32)
-    return _dot_rows(widened(units, zero, PIECE, BITS, PACKED), tl.trans(x, 0, 2, 1)) * scale[:, :, None]
+def _row_sums(x, units, OF: tl.constexpr, acc):
+    """OF times the sums of rows x [(parts,) K, M] bf16, the same for each output: in the shape of `acc`, zeros. `units`: of this shape."""
+    return _dot_bf16(tl.full(units.shape, OF, tl.float32).to(tl.bfloat16), x, acc)
 
 
 @triton.jit
-def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales, from_zeros, more_units, more_scales, more_zeros, first,
-                        TWO: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr,
-                        GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr, TILE_M: tl.constexpr,
-                        TILE_N: tl.constexpr):  # fmt: skip
+def _piece_sum(x, sums, units, words, from_scales, from_zeros, known, value, PIECE: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
+               GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr, JOINED: tl.constexpr, RAISED: tl.constexpr,
+               PARTS: tl.constexpr):  # fmt: skip
+    """[(parts,) N, M] f32: rows x [(parts,) UNITS, M] by one piece of units [(parts,) N, UNITS], scaled. Chunks begin at `value`.
+
+    RAISED: codes are multiplied 16 too large, and `sums` take that off: without zeros it is what the product begins with.
+    """
+    KIND: tl.constexpr = from_scales.dtype.element_ty
+    group = (value + PIECE * UNITS) // GROUP
+    zero = tl.full(units.shape, 1 << (BITS - 1), tl.float32)
+    if ZEROS:
+        code = tl.load(_by_output(from_zeros, group, PARTS), mask=known, other=0).to(tl.float32)
+    if JOINED:
+        scale = (words >> (16 * (PIECE * UNITS // GROUP))).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    else:
+        scale = tl.load(_by_output(from_scales, group, PARTS), mask=known, other=0.0).to(tl.float32)
+    nothing = tl.zeros_like(sums)
+    if RAISED and ZEROS:
+        got = _dot_rows(raised(units, PIECE, PACKED), x, nothing) - sums * tl.expand_dims(code + 16.0, -1)
+    elif RAISED:
+        got = _dot_rows(raised(units, PIECE, PACKED), x, sums)
+    elif ZEROS:
+        less = tl.broadcast_to(tl.expand_dims(zero_of(code, BITS, PACKED), -1), units.shape)
+        got = _dot_rows(widened(units, less, PIECE, BITS, PACKED), x, nothing)
+    else:
+        got = _dot_rows(widened(units, zero_of(zero, BITS, PACKED), PIECE, BITS, PACKED), x, nothing)
+    return got * tl.expand_dims(scale, -1)
+
+
+@triton.jit
+def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales, from_zeros, more_units, more_mask, more_scales,
+                        more_zeros, first, TWO: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr,
+                        BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, RAISED: tl.constexpr, PACKED: tl.constexpr,
+                        TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
     """Sum over `first .. first + SPLIT_WIDTH` (whole steps) of rows at `from_x` [M] by outputs at `from_units` [N] (scales, zeros at [N]).
 
     TWO: and by as many outputs at `more_units` (scales, zeros) [N]; tiles of their own, since scales of 32 outputs at a time would pass
@@ -136,68 +164,71 @@ def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales
     PIECES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = UNITS * PIECES
     PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
-    WHOLE: tl.constexpr = PADDED % (CHUNK * PARTS) == 0 and WIDTH == PADDED
+    STEP: tl.constexpr = CHUNK * PARTS
+    WHOLE: tl.constexpr = PADDED % STEP == 0 and WIDTH == PADDED
     SPAN: tl.constexpr = CHUNK // GROUP if GROUP < CHUNK else 1
     EACH: tl.constexpr = GROUP % CHUNK == 0 or (CHUNK % GROUP == 0 and (SPAN == 2 or SPAN == 4))
     JOINED: tl.constexpr = from_scales.dtype.element_ty.primitive_bitwidth == 16 and EACH
     unit = tl.arange(0, UNITS)
-    offset = tl.arange(0, PARTS) * CHUNK
-    acc = tl.zeros([PARTS, TILE_N, TILE_M], tl.float32)
-    other = tl.zeros([PARTS, TILE_N, TILE_M], tl.float32)
-    before = w_mask[None, :] & (first + offset < PADDED)[:, None]
-    words, more_words = before, before  # scales of the next step, on their way while this one is computed
+    begin = first + (0 if PARTS == 1 else tl.arange(0, PARTS) * CHUNK)
+    acc = _zeros(PARTS, TILE_N, TILE_M)
+    other, sums = acc, acc
+    known, more_known = _known(w_mask, begin, PADDED, WHOLE, PARTS), _known(more_mask, begin, PADDED, WHOLE, PARTS)
+    words, more_words = known, known  # scales of the next step, on their way while this one is computed
     if JOINED:
-        words = _scales_of_chunks(from_scales, before, first + offset, GROUP, SPAN)
-        more_words = _scales_of_chunks(more_scales, before, first + offset, GROUP, SPAN) if TWO else words
-    for start in range(0, SPLIT_WIDTH, CHUNK * PARTS):
-        at = first + start + offset
-        known = tl.broadcast_to(w_mask[None, :], [PARTS, TILE_N])
-        if not WHOLE:
-            known = known & (at < PADDED)[:, None]
-        place = (at // PIECES)[:, None, None] + unit[None, None, :]
-        units = tl.load(from_units[None, :, None] + place, mask=known[:, :, None], other=0)
-        more = tl.load(more_units[None, :, None] + place, mask=known[:, :, None], other=0) if TWO else units
+        words = _scales_of_chunks(from_scales, known, begin, GROUP, SPAN, PARTS)
+        more_words = _scales_of_chunks(more_scales, more_known, begin, GROUP, SPAN, PARTS) if TWO else words
+    for start in range(0, SPLIT_WIDTH, STEP):
+        at = begin + start
+        known, more_known = _known(w_mask, at, PADDED, WHOLE, PARTS), _known(more_mask, at, PADDED, WHOLE, PARTS)
+        units = _load(from_units, 1, w_mask, at // PIECES, unit, PADDED // PIECES, WHOLE, PARTS)
+        more = _load(more_units, 1, more_mask, at // PIECES, unit, PADDED // PIECES, WHOLE, PARTS) if TWO else units
         these, more_these = words, more_words
         if JOINED:
-            then = first + tl.minimum(start + CHUNK * PARTS, SPLIT_WIDTH - CHUNK * PARTS) + offset  # the last step's again at the end
-            there = w_mask[None, :]
-            if not WHOLE:
-                there = there & (then < PADDED)[:, None]
-            words = _scales_of_chunks(from_scales, there, then, GROUP, SPAN)
-            more_words = _scales_of_chunks(more_scales, there, then, GROUP, SPAN) if TWO else words
-        for piece in tl.static_range(PIECES):
-            value = at[:, None] + (piece * UNITS + unit)[None, :]
-            x_known = x_mask[None, :, None]
-            if not WHOLE:
-                x_known = x_known & (value < WIDTH)[:, None, :]
-            x = tl.load(from_x[None, :, None] + (value * x_value)[:, None, :], mask=x_known, other=0.0)
-            acc += _piece_sum(x, units, these, from_scales, from_zeros, known, at, piece, UNITS, BITS, GROUP, ZEROS, PACKED, JOINED)
+            then = begin + tl.minimum(start + STEP, SPLIT_WIDTH - STEP)  # the last step's again at the end
+            words = _scales_of_chunks(from_scales, _known(w_mask, then, PADDED, WHOLE, PARTS), then, GROUP, SPAN, PARTS)
             if TWO:
-                other += _piece_sum(
-                    x, more, more_these, more_scales, more_zeros, known, at, piece, UNITS, BITS, GROUP, ZEROS, PACKED, JOINED
-                )
-    return tl.sum(acc, 0), tl.sum(other, 0)
+                more_words = _scales_of_chunks(more_scales, _known(more_mask, then, PADDED, WHOLE, PARTS), then, GROUP, SPAN, PARTS)
+        for piece in tl.static_range(PIECES):
+            x = _load(from_x, x_value, x_mask, at + piece * UNITS, unit, WIDTH, WHOLE, PARTS)
+            x = tl.trans(x) if PARTS == 1 else tl.trans(x, 0, 2, 1)
+            if RAISED and piece > 0:
+                sums = _row_sums(x, units, 1.0 if ZEROS else -24.0, _zeros(PARTS, TILE_N, TILE_M))
+            acc += _piece_sum(x, sums, units, these, from_scales, from_zeros, known, at, piece, UNITS, BITS, GROUP, ZEROS, PACKED, JOINED,
+                              RAISED and piece > 0, PARTS)  # fmt: skip
+            if TWO:
+                other += _piece_sum(x, sums, more, more_these, more_scales, more_zeros, more_known, at, piece, UNITS, BITS, GROUP, ZEROS,
+                                    PACKED, JOINED, RAISED and piece > 0, PARTS)  # fmt: skip
+    if PARTS == 1:
+        return acc, other
+    else:
+        return tl.sum(acc, 0), tl.sum(other, 0)
 
 
 @triton.jit
 def _integer_product(x, units, scales, zeros, out, rows, x_row, x_value, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                      SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                     PACKED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """out [splits, rows, OUTPUTS]: a split of each row's product."""
+                     RAISED: tl.constexpr, TWIN: tl.constexpr, PACKED: tl.constexpr, TILE_M: tl.constexpr,
+                     TILE_N: tl.constexpr):  # fmt: skip
+    """out [splits, rows, OUTPUTS]: a split of each row's product. TWIN: a program takes two tiles of outputs."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
     PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
     GROUPS: tl.constexpr = (PADDED + GROUP - 1) // GROUP
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
-    output = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    output = tl.program_id(1) * (2 * TILE_N if TWIN else TILE_N) + tl.arange(0, TILE_N)
     split = tl.program_id(2)
-    x_mask, w_mask = row < rows, output < OUTPUTS
+    further: tl.constexpr = TILE_N if TWIN else 0
+    x_mask, w_mask, more_mask = row < rows, output < OUTPUTS, output + further < OUTPUTS
     from_units = units + output.to(tl.int64) * (PADDED * BITS // 16)
     from_scales, from_zeros = scales + output * GROUPS, zeros + output * GROUPS
-    acc, _ = accumulate_integers(x + row.to(tl.int64) * x_row, x_value, x_mask, from_units, w_mask, from_scales, from_zeros, from_units,
-                                 from_scales, from_zeros, split * SPLIT_WIDTH, False, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP, ZEROS,
-                                 PACKED, TILE_M, TILE_N)  # fmt: skip
+    acc, other = accumulate_integers(x + row.to(tl.int64) * x_row, x_value, x_mask, from_units, w_mask, from_scales, from_zeros,
+                                     from_units + further * (PADDED * BITS // 16), more_mask, from_scales + further * GROUPS,
+                                     from_zeros + further * GROUPS, split * SPLIT_WIDTH, TWIN, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP,
+                                     ZEROS, RAISED, PACKED, TILE_M, TILE_N)  # fmt: skip
     to_out = out + (split.to(tl.int64) * rows + row[None, :]) * OUTPUTS + output[:, None]
     tl.store(to_out, acc.to(out.dtype.element_ty), mask=x_mask[None, :] & w_mask[:, None])
+    if TWIN:
+        tl.store(to_out + TILE_N, other.to(out.dtype.element_ty), mask=x_mask[None, :] & more_mask[:, None])
 
 
 def chunk_of(bits: int, group: int) -> int:
@@ -205,12 +236,14 @@ def chunk_of(bits: int, group: int) -> int:
     return chunk_units_of(group) * (16 // bits)
 
 
-def integer_constants(weight: GroupInt, tiling: Tiling) -> dict[str, int | bool]:
-    """Launch constants that every kernel over such a weight takes."""
+def integer_constants(weight: GroupInt, tiling: Tiling, rows: torch.dtype) -> dict[str, int | bool]:
+    """Launch constants that every kernel over such a weight takes. Args: rows: their dtype."""
+    assert not tiling.raised or (weight.bits == 4 and rows == torch.bfloat16), "only four bits under bf16 rows are raised"
     padded = padded_width(weight.width, weight.bits, weight.group)
     return {
         "SPLIT_WIDTH": split_width_of(tiling, padded), "PARTS": tiling.parts, "BITS": weight.bits, "GROUP": weight.group,
-        "ZEROS": weight.zeros is not None, "PACKED": PACKED, "TILE_M": INTEGER_ROWS, "TILE_N": tiling.outputs, **launch_options(tiling),
+        "ZEROS": weight.zeros is not None, "RAISED": tiling.raised, "PACKED": PACKED, "TILE_M": INTEGER_ROWS, "TILE_N": tiling.outputs,
+        **launch_options(tiling),
     }  # fmt: skip
 
 
@@ -225,9 +258,9 @@ def linear(x: Tensor, weight: GroupInt, dtype: torch.dtype | None = None, tiling
         band, to = x[start : start + _BAND_ROWS], out[start : start + _BAND_ROWS]
         count = band.shape[0]
         parts = to if how.splits == 1 else torch.empty((how.splits, *to.shape), dtype=torch.float32, device=x.device)
-        _integer_product[(triton.cdiv(count, INTEGER_ROWS), triton.cdiv(outputs, how.outputs), how.splits)](
+        _integer_product[(triton.cdiv(count, INTEGER_ROWS), triton.cdiv(outputs, how.tile_outputs), how.splits)](
             band, weight.units, weight.scales, zeros, parts, count, *band.stride(), OUTPUTS=outputs, WIDTH=width,
-            **integer_constants(weight, how),
+            TWIN=how.twin, **integer_constants(weight, how, x.dtype),
         )  # fmt: skip
         if how.splits > 1:
             values = to.numel()
@@ -235,14 +268,23 @@ def linear(x: Tensor, weight: GroupInt, dtype: torch.dtype | None = None, tiling
     return out
 
 
-def _case(outputs: int, width: int, bits: int, group: int, zeros: bool, x: str = "*bf16", scales: str = "*bf16") -> dict[str, object]:
-    how = integer_tiling(outputs, width, bits, group, wide=x == "*fp32")
+def compiled(weight: tuple[int, int, int, int, bool], how: Tiling, scales: str) -> dict[str, object]:
+    """Launch constants of a weight (outputs, width, bits, group, zeros), for COMPILE."""
+    outputs, width, bits, group, zeros = weight
     return {
-        "x": x, "units": "*i16", "scales": scales, "zeros": "*u8" if zeros else scales, "out": x if how.splits == 1 else "*fp32",
-        "rows": "i32", "x_row": width, "x_value": 1, "OUTPUTS": outputs, "WIDTH": width,
+        "scales": scales, "zeros": "*u8" if zeros else scales, "OUTPUTS": outputs, "WIDTH": width,
         "SPLIT_WIDTH": split_width_of(how, padded_width(width, bits, group)), "PARTS": how.parts, "BITS": bits, "GROUP": group,
-        "ZEROS": zeros, "PACKED": {"cuda": True, "hip": False}, "TILE_M": INTEGER_ROWS, "TILE_N": how.outputs, "num_warps": how.warps,
-        "num_stages": {"cuda": how.stages, "hip": 2},
+        "ZEROS": zeros, "RAISED": how.raised, "PACKED": {"cuda": True, "hip": False}, "TILE_M": INTEGER_ROWS, "TILE_N": how.outputs,
+        "num_warps": how.warps, "num_stages": {"cuda": how.stages, "hip": 2},
+    }  # fmt: skip
+
+
+def _case(
+    outputs: int, width: int, bits: int, group: int, zeros: bool, x: str = "*bf16", scales: str = "*bf16", tiling: Tiling | None = None
+) -> dict[str, object]:
+    how = tiling or integer_tiling(outputs, width, bits, group, wide=x == "*fp32")
+    return compiled((outputs, width, bits, group, zeros), how, scales) | {
+        "x": x, "units": "*i16", "out": x if how.splits == 1 else "*fp32", "rows": "i32", "x_row": width, "x_value": 1, "TWIN": how.twin,
     }  # fmt: skip
 
 
@@ -252,4 +294,6 @@ COMPILE = [
     (_integer_product, _case(2048, 6144, 4, 128, True, scales="*fp16")),
     (_integer_product, _case(2048, 6144, 8, 32, True)),
     (_integer_product, _case(4096, 2048, 4, 64, False, x="*fp32")),
+    *((_integer_product, _case(6144, 16384, 4, 64, False, tiling=how)) for how in FORMS),
+    (_integer_product, _case(6144, 16384, 4, 64, True, tiling=Tiling(64, 256, 1, 4, 3, twin=True, raised=True))),
 ]

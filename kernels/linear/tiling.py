@@ -5,7 +5,7 @@ Knows no tensors. Nothing here may follow the number of rows: tiles, parts and s
 The constants were measured with `forebay bench kernels --sweep` (docs/performance.md); stages and warps move time only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Tiling", "gated_tiling", "integer_tiling", "mixed_tiling", "tiling_of"]
 
@@ -23,10 +23,17 @@ class Tiling:
     warps: int
     stages: int  # steps under way at once, on NVIDIA; AMD's 64 KiB of shared memory hold two
     splits: int = 1  # programs that share one tile's width; a second launch adds them
+    twin: bool = False  # two tiles of `outputs` a program (integers)
+    raised: bool = False  # four-bit codes are multiplied as they come out of their units (`linear/integers.py`)
 
     @property
     def step(self) -> int:
         return self.width * self.parts
+
+    @property
+    def tile_outputs(self) -> int:
+        """Outputs of a program."""
+        return self.outputs * (2 if self.twin else 1)
 
 
 # (outputs, width) of one head's weight, bf16 rows and bf16 or FP8 weights
@@ -49,9 +56,9 @@ _GATED: dict[tuple[int, int], Tiling] = {
 }
 
 
-# (outputs, width, bits) of `GroupInt` weights under bf16 rows: outputs of a tile (of gate and of up each), parts, warps, stages
-_INTEGER: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
-_INTEGER_GATED: dict[tuple[int, int, int], tuple[int, int, int, int]] = {}
+# (outputs, width, bits, routed) of `GroupInt` weights under bf16 rows; `Tiling.width` is replaced by the chunk of the weight's group
+_INTEGER: dict[tuple[int, int, int, bool], Tiling] = {}
+_INTEGER_GATED: dict[tuple[int, int, int, bool], Tiling] = {}  # gate and up together: `Tiling.outputs` of each a program
 
 
 def _cdiv(value: int, by: int) -> int:
@@ -93,15 +100,16 @@ def gated_tiling(outputs: int, width: int, *, wide: bool) -> Tiling:
     return _GATED.get((outputs, width), Tiling(32, 64, 2, 4, 5) if outputs > 4096 else Tiling(16, 64, 4, 4, 5))
 
 
-def integer_tiling(outputs: int, width: int, bits: int, group: int, *, wide: bool, gated: bool = False) -> Tiling:
+def integer_tiling(outputs: int, width: int, bits: int, group: int, *, wide: bool, gated: bool = False, routed: bool = False) -> Tiling:
     """The tiling of a `GroupInt` weight [outputs, width]: a part is a chunk (`group_int.py`).
 
-    A warp takes one part by 16 outputs: with fewer of them than threads, scales do not pass through shared memory.
+    With several parts a warp takes one part by 16 outputs, with one part a warp takes 16 outputs: with fewer outputs than threads, scales
+    do not pass through shared memory.
 
-    Args: wide: rows are float32. gated: gate and up in one launch, [outputs, width] each.
+    Args: wide: rows are float32. gated: gate and up in one launch, [outputs, width] each. routed: one of many experts.
     """
     chunk = min(group, 64) * (16 // bits)
-    tile, parts, warps, stages = (_INTEGER_GATED if gated else _INTEGER).get((outputs, width, bits), (16, 4, 4, 3))
     if wide:
-        tile, parts, warps, stages = 16, 2, 2, 2
-    return Tiling(tile, chunk, parts, warps, stages)
+        return Tiling(16, chunk, 2, 2, 2)
+    chosen = (_INTEGER_GATED if gated else _INTEGER).get((outputs, width, bits, routed), Tiling(16, chunk, 4, 4, 3))
+    return replace(chosen, width=chunk)

@@ -23,8 +23,8 @@ from torch import Tensor
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
 from kernels.linear.bulk import linear
 from kernels.linear.group_int import GroupInt
-from kernels.linear.integers import PACKED, widened, zero_of
 from kernels.linear.kernel import dot_exact
+from kernels.linear.widen import PACKED, widened, zero_of
 
 __all__ = ["experts", "gated_mlp"]
 

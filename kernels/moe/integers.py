@@ -3,14 +3,15 @@
 Invariants are theirs. A tile has INTEGER_ROWS pairs, or what the grouping has where only one of the two products is of integers.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear.group_int import GroupInt, padded_width
-from kernels.linear.integers import INTEGER_ROWS, accumulate_integers, integer_constants
-from kernels.linear.kernel import split_width_of
+from kernels.linear.group_int import GroupInt
+from kernels.linear.integers import FORMS, INTEGER_ROWS, accumulate_integers, compiled, integer_constants
 from kernels.linear.tiling import Tiling, integer_tiling
 from kernels.moe.pairs import Grouping, combined, tile_pairs
 
@@ -21,7 +22,8 @@ __all__ = ["INTEGER_ROWS", "activated", "distance", "lowered"]
 def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, x_row, up_from_gate, up_scales, up_zeros,
                      ROW_PAIRS: tl.constexpr, EXPERT_OUTPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                      SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                     PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
+                     RAISED: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
+                     TILE_N: tl.constexpr):  # fmt: skip
     """to [pairs, OUTPUTS]: silu of the gate's product times the up's, which lies `up_from_gate` units further in memory."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
     PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
@@ -33,9 +35,9 @@ def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, 
         from_units = gate + output * (PADDED * BITS // 16)
         from_scales, from_zeros = scales + output * GROUPS, zeros + output * GROUPS
         gated, raised = accumulate_integers(x + (pair // ROW_PAIRS).to(tl.int64) * x_row, 1, x_mask, from_units, column < OUTPUTS,
-                                            from_scales, from_zeros, from_units + up_from_gate, from_scales + up_scales,
-                                            from_zeros + up_zeros, 0, True, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP, ZEROS, PACKED, TILE_M,
-                                            TILE_N)  # fmt: skip
+                                            from_scales, from_zeros, from_units + up_from_gate, column < OUTPUTS, from_scales + up_scales,
+                                            from_zeros + up_zeros, 0, True, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP, ZEROS, RAISED, PACKED,
+                                            TILE_M, TILE_N)  # fmt: skip
         value = gated / (1.0 + tl.exp(-gated)) * raised
         into = to + pair.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
         tl.store(into, value.to(to.dtype.element_ty), mask=x_mask[None, :] & (column < OUTPUTS)[:, None])
@@ -44,23 +46,29 @@ def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, 
 @triton.jit
 def _integer_down(x, units, scales, zeros, tile_expert, tile_pair, out, pairs, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                   SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                  PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
-    """out [splits, pairs, OUTPUTS]: a split of each pair's product with its expert's weight."""
+                  RAISED: tl.constexpr, TWIN: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
+                  TILE_N: tl.constexpr):  # fmt: skip
+    """out [splits, pairs, OUTPUTS]: a split of each pair's product with its expert's weight. TWIN: two tiles of outputs a program."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
     PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
     GROUPS: tl.constexpr = (PADDED + GROUP - 1) // GROUP
     expert, pair, x_mask = tile_pairs(tile_expert, tile_pair, pairs, GROUPED, TILE_M)
     if expert >= 0:
-        column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+        column = tl.program_id(1) * (2 * TILE_N if TWIN else TILE_N) + tl.arange(0, TILE_N)
         split = tl.program_id(2)
+        further: tl.constexpr = TILE_N if TWIN else 0
+        more_mask = column + further < OUTPUTS
         output = expert.to(tl.int64) * OUTPUTS + column
         from_units = units + output * (PADDED * BITS // 16)
         from_scales, from_zeros = scales + output * GROUPS, zeros + output * GROUPS
-        acc, _ = accumulate_integers(x + pair.to(tl.int64) * WIDTH, 1, x_mask, from_units, column < OUTPUTS, from_scales, from_zeros,
-                                     from_units, from_scales, from_zeros, split * SPLIT_WIDTH, False, WIDTH, SPLIT_WIDTH, PARTS, BITS,
-                                     GROUP, ZEROS, PACKED, TILE_M, TILE_N)  # fmt: skip
+        acc, other = accumulate_integers(x + pair.to(tl.int64) * WIDTH, 1, x_mask, from_units, column < OUTPUTS, from_scales, from_zeros,
+                                         from_units + further * (PADDED * BITS // 16), more_mask, from_scales + further * GROUPS,
+                                         from_zeros + further * GROUPS, split * SPLIT_WIDTH, TWIN, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP,
+                                         ZEROS, RAISED, PACKED, TILE_M, TILE_N)  # fmt: skip
         into = out + (split.to(tl.int64) * pairs + pair)[None, :] * OUTPUTS + column[:, None]
         tl.store(into, acc.to(out.dtype.element_ty), mask=x_mask[None, :] & (column < OUTPUTS)[:, None])
+        if TWIN:
+            tl.store(into + TILE_N, other.to(out.dtype.element_ty), mask=x_mask[None, :] & more_mask[:, None])
 
 
 def distance(one: Tensor, other: Tensor) -> int:
@@ -69,12 +77,12 @@ def distance(one: Tensor, other: Tensor) -> int:
 
 
 def _how(x: Tensor, weight: GroupInt, outputs: int, tiling: Tiling | None, *, gated: bool) -> Tiling:
-    wide = x.dtype == torch.float32
-    return tiling or integer_tiling(outputs, weight.width, weight.bits, weight.group, wide=wide, gated=gated)
+    wide, routed = x.dtype == torch.float32, weight.units.dim() == 3
+    return tiling or integer_tiling(outputs, weight.width, weight.bits, weight.group, wide=wide, gated=gated, routed=routed)
 
 
-def _constants(weight: GroupInt, how: Tiling, grouping: Grouping | None) -> dict[str, int | bool]:
-    constants = integer_constants(weight, how) | {"GROUPED": grouping.mode if grouping else 0}
+def _constants(x: Tensor, weight: GroupInt, how: Tiling, grouping: Grouping | None) -> dict[str, int | bool]:
+    constants = integer_constants(weight, how, x.dtype) | {"GROUPED": grouping.mode if grouping else 0}
     return constants | ({"TILE_M": grouping.tile_rows} if grouping else {})
 
 
@@ -96,7 +104,7 @@ def activated(x: Tensor, gate: GroupInt, up: GroupInt | None, grouping: Grouping
     tiles = grouping.tiles if grouping else triton.cdiv(pairs, INTEGER_ROWS)
     _integer_gate_up[(tiles, triton.cdiv(outputs, how.outputs))](
         x, gate.units, gate.scales, gate.scales if gate.zeros is None else gate.zeros, tile_expert, tile_pair, to, pairs, x.stride(0),
-        *further, ROW_PAIRS=slots, EXPERT_OUTPUTS=gate.shape[-2], OUTPUTS=outputs, WIDTH=gate.width, **_constants(gate, how, grouping),
+        *further, ROW_PAIRS=slots, EXPERT_OUTPUTS=gate.shape[-2], OUTPUTS=outputs, WIDTH=gate.width, **_constants(x, gate, how, grouping),
     )  # fmt: skip
     return to
 
@@ -112,38 +120,37 @@ def lowered(x: Tensor, down: GroupInt, grouping: Grouping | None, weight_of: Ten
     parts = out if direct else torch.empty((how.splits, pairs, outputs), dtype=torch.float32, device=x.device)
     tile_expert, tile_pair = (grouping.expert, grouping.pair) if grouping else (parts, parts)
     tiles = grouping.tiles if grouping else triton.cdiv(pairs, INTEGER_ROWS)
-    _integer_down[(tiles, triton.cdiv(outputs, how.outputs), how.splits)](
+    _integer_down[(tiles, triton.cdiv(outputs, how.tile_outputs), how.splits)](
         x, down.units, down.scales, down.scales if down.zeros is None else down.zeros, tile_expert, tile_pair, parts, pairs,
-        OUTPUTS=outputs, WIDTH=down.width, **_constants(down, how, grouping),
+        OUTPUTS=outputs, WIDTH=down.width, TWIN=how.twin, **_constants(x, down, how, grouping),
     )  # fmt: skip
     if not direct:
         combined(parts, weight_of, out)
     return out
 
 
-def _case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int, *, gated: bool) -> dict[str, object]:
-    how = integer_tiling(outputs, width, bits, group, wide=False, gated=gated)
-    return {
-        "x": "*bf16", "scales": "*bf16", "zeros": "*u8" if zeros else "*bf16", "tile_expert": "*i64" if mode == 2 else "*i32",
-        "tile_pair": "*i64" if mode == 2 else "*i32", "pairs": "i32", "OUTPUTS": outputs, "WIDTH": width,
-        "SPLIT_WIDTH": split_width_of(how, padded_width(width, bits, group)), "PARTS": how.parts, "BITS": bits, "GROUP": group,
-        "ZEROS": zeros, "PACKED": {"cuda": True, "hip": False}, "GROUPED": mode, "TILE_M": INTEGER_ROWS, "TILE_N": how.outputs,
-        "num_warps": how.warps, "num_stages": {"cuda": how.stages, "hip": 2},
-    }  # fmt: skip
+def _case(weight: tuple[int, int, int, int, bool], how: Tiling, mode: int) -> dict[str, object]:
+    pairs = "*i64" if mode == 2 else "*i32"
+    return compiled(weight, how, "*bf16") | {"x": "*bf16", "tile_expert": pairs, "tile_pair": pairs, "pairs": "i32", "GROUPED": mode}
 
 
-def _gated_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int) -> dict[str, object]:
-    return _case(outputs, width, bits, group, zeros, mode, gated=True) | {
+def _gated_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int, tiling: Tiling | None = None) -> dict[str, object]:
+    how = tiling or integer_tiling(outputs, width, bits, group, wide=False, gated=True, routed=mode > 0)
+    return _case((outputs, width, bits, group, zeros), how, mode) | {
         "gate": "*i16", "to": "*bf16", "x_row": width, "up_from_gate": outputs * width * bits // 16,
         "up_scales": outputs * width // group, "up_zeros": outputs * width // group,
         "ROW_PAIRS": 8 if mode else 1, "EXPERT_OUTPUTS": (2 if mode else 1) * outputs,
     }  # fmt: skip
 
 
-def _down_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int) -> dict[str, object]:
-    return _case(outputs, width, bits, group, zeros, mode, gated=False) | {"units": "*i16", "out": "*fp32" if mode else "*bf16"}
+def _down_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int, tiling: Tiling | None = None) -> dict[str, object]:
+    how = tiling or integer_tiling(outputs, width, bits, group, wide=False, routed=mode > 0)
+    return _case((outputs, width, bits, group, zeros), how, mode) | {
+        "units": "*i16", "out": "*fp32" if mode or how.splits > 1 else "*bf16", "TWIN": how.twin,
+    }  # fmt: skip
 
 
+GATED_FORMS = [replace(how, splits=1) for how in FORMS if not how.twin]
 COMPILE = [
     (_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 1)),
     (_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 2)),
@@ -151,4 +158,6 @@ COMPILE = [
     (_integer_down, _down_case(6144, 2048, 4, 64, False, 1)),
     (_integer_down, _down_case(6144, 2048, 4, 128, True, 2)),
     (_integer_down, _down_case(6144, 12288, 8, 64, False, 0)),
+    *((_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 2, how)) for how in GATED_FORMS),
+    *((_integer_down, _down_case(6144, 2048, 4, 64, False, 1, how)) for how in FORMS),
 ]

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from engine.bench import constants, kernels, sweep
-from engine.bench.cases import Case, Made, Shapes, rotated
+from engine.bench.cases import TRUE, Case, Made, Shapes, rotated
 from engine.bench.timing import Call
 from engine.commands.line import run_line
 from engine.errors import BadSetting
@@ -175,6 +175,31 @@ def test_a_sweep_orders_what_is_right() -> None:
     assert [one.microseconds for one in sweep.best(found, 9)["w"]] == [(3.0,), (5.0,), (), ()]
     assert "shared memory" in found[2].failure
     json.dumps(sweep.as_json(found), allow_nan=False)
+
+
+def test_winners_are_lines_to_paste() -> None:
+    """The fastest tiling of each weight comes as the entry that `tiling.py` takes; a weight with none is left out."""
+    times = iter([9.0, 5.0])
+
+    class Told(Counted):
+        def microseconds(self, calls: Sequence[Call], before: Call | None = None) -> float:
+            return next(times)
+
+    tried = [_trial(0.1, "int4 routed down"), _trial(0.1, "int4 routed down"), _trial(0.9, "query")]
+    tried[1] = replace(tried[1], tiling=Tiling(32, 256, 1, 2, 3, 4, twin=True, raised=True))
+    (line,) = sweep.constants(list(sweep.sweep(tried, CPU, Told())))
+    entry = eval("{" + line + "\n}", {"Tiling": Tiling})
+    assert entry == {(1, 1, 4, True): tried[1].tiling}
+    assert line.endswith("# int4 routed down: 5.0 us, the first tried 9.0")
+
+
+def test_integer_tilings_fit_their_weights() -> None:
+    """What is tried of integers has no step wider than the weight and is raised for four bits alone; a card has time for all of it."""
+    for trial in sweep.named(sweep.trials(TRUE), ("int4", "int8")):
+        assert trial.tiling.step <= trial.width
+        assert not trial.tiling.raised or trial.weight.startswith("int4")
+    words = ("int4 routed", "int4 attention", "int4 query", "int4 shared", "int8 attention", "int8 dense")
+    assert len(sweep.named(sweep.trials(TRUE), words)) < 90
 
 
 def test_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

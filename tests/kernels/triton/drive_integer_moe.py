@@ -1,12 +1,15 @@
 """Interpreted MLPs whose weights are integers: one row and many, crowded experts, only one of the products of integers, and company."""
 
+from dataclasses import replace
+
 import company
-import interpreted  # noqa: F401
+import interpreted
 import torch
 from torch import Tensor
 
 from kernels.linear import GroupInt
-from kernels.moe import experts, gated_mlp, reference
+from kernels.linear.integers import FORMS
+from kernels.moe import experts, gated_mlp, kernel, reference
 from kernels.place import BULK_ROWS
 
 
@@ -53,6 +56,21 @@ def dense() -> None:
     company.near("bf16", half, reference.gated_mlp(y.bfloat16().float(), wide_gate, wide_up, wide_down), 0.03)
 
 
+def every_form() -> None:
+    """Each form of the sums for gate, up and down, a row alone and two on one expert: the reference on the same values, the same bits."""
+    torch.manual_seed(5)
+    y, weight_of, expert_of = torch.randn(2, 24).bfloat16(), torch.rand(2, 1), torch.tensor([[1], [1]])
+    for number, how in enumerate(how for how in FORMS if how.raised or how.parts == 1):
+        zeros = number % 2 > 0
+        gate_up, wide_up = made(2, 20, 24, bits=4, group=64, zeros=zeros, seed=number)
+        down, wide_down = made(2, 24, 10, bits=4, group=64, zeros=not zeros, seed=number + 10)
+        one = replace(how, splits=1, outputs=16, warps=how.parts)
+        got = kernel.experts(y, expert_of, weight_of, gate_up, down, (one, one))
+        company.near(f"{how}", got.float(), reference.experts(y.float(), expert_of, weight_of, wide_up, wide_down), 0.03)
+        alone = kernel.experts(y[1:], expert_of[1:], weight_of[1:], gate_up, down, (one, one))
+        interpreted.same(f"{how}, alone", alone, got[1:])
+
+
 def company_changes_no_bit() -> None:
     """A row's result has the same bits alone, where its pairs need no grouping, and in any company."""
     torch.manual_seed(3)
@@ -81,6 +99,7 @@ def many_rows() -> None:
 def main() -> None:
     routed()
     dense()
+    every_form()
     company_changes_no_bit()
     many_rows()
 

@@ -1,6 +1,7 @@
 """Interpreted products with weights of 4 and 8 bits: every code, zeros at both ends, ragged shapes, splits, and company."""
 
 import itertools
+from dataclasses import replace
 
 import company
 import interpreted
@@ -57,12 +58,37 @@ def products_are_exact() -> None:
 
 
 def every_kind_of_tiling() -> None:
-    """More or fewer parts, outputs of a tile, and splits: the exact product."""
+    """More or fewer parts, outputs of a tile, splits, twins: the exact product at ragged outputs and widths."""
     weight, values = made(20, 1500, bits=4, group=64, zeros=True)
     x = torch.randn(2, 1500).bfloat16()
-    for outputs, parts, splits in ((16, 1, 1), (32, 2, 3), (32, 8, 1), (32, 1, 6)):
-        how = tiling.Tiling(outputs, 256, parts, parts, 2, splits)
+    for how in (
+        tiling.Tiling(16, 256, 1, 1, 2), tiling.Tiling(32, 256, 2, 2, 2, 3), tiling.Tiling(32, 256, 8, 8, 2),
+        tiling.Tiling(64, 256, 1, 4, 2, 6),        tiling.Tiling(16, 256, 2, 2, 2, 1, True), tiling.Tiling(16, 256, 1, 2, 2, 3, True),
+    ):  # fmt: skip
         company.near(f"{how}", integers.linear(x, weight, torch.float32, how), x.double() @ values.t(), 2e-6)
+    bytes_, values = made(20, 1000, bits=8, group=128, zeros=False)
+    for how in (tiling.Tiling(32, 128, 1, 2, 2, 2), tiling.Tiling(16, 128, 1, 1, 2, twin=True), tiling.Tiling(16, 128, 4, 4, 2, twin=True)):
+        company.near(f"{how}", integers.linear(x[:, :1000], bytes_, torch.float32, how), x[:, :1000].double() @ values.t(), 2e-6)
+
+
+def every_form_of_four_bits() -> None:
+    """Each form, raised ones too, with and without zeros, groups of all sizes, values of a row that differ by 2^20: the exact product.
+
+    What is taken off raised codes is up to six times the rest, hence their wider bound. A row has the same bits in any company, one that is
+    not finite stays alone.
+    """
+    x = torch.randn(3, 500).bfloat16()
+    x[1, ::97] *= 2**20
+    x[2, 5] = float("inf")
+    for number, (how, zeros) in enumerate(itertools.product(integers.FORMS, (False, True))):
+        group = (32, 64, 128)[number % 3]
+        how = replace(how, width=min(64, group) * 4, splits=1 if how.parts > 1 else 2)
+        weight, values = made(20, 500, bits=4, group=group, zeros=zeros, seed=number)
+        got = integers.linear(x, weight, torch.float32, how)
+        company.near(f"{how}, groups of {group}, {zeros}", got[:2], x[:2].double() @ values.t(), 1e-5 if how.raised else 2e-6)
+        assert not bool(got[2].isfinite().any())
+        among = integers.linear(x[torch.tensor([2, 1, 0, 0, 2])], weight, torch.float32, how)
+        interpreted.same(f"{how}, among others", among[torch.tensor([3, 1])], got[:2])
 
 
 def company_changes_no_bit() -> None:
@@ -99,6 +125,7 @@ def main() -> None:
     packing_is_lossless()
     products_are_exact()
     every_kind_of_tiling()
+    every_form_of_four_bits()
     company_changes_no_bit()
     many_rows()
 
