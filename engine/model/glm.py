@@ -108,12 +108,13 @@ def load_model(
     device: str | torch.device = "cpu",
     latent_norm_eps: float = 1e-6,
     progress: Callable[[int, int], None] | None = None,
+    part_of: Callable[[LayerWeights], LayerWeights] | None = None,
 ) -> Model:
     """Read a model directory in Hugging Face layout, or draw random weights for its config.json or a named configuration.
 
     Args: layers: the stage's layers (default: all); only their tensors are read. load_format: `random` draws weights from a fixed seed.
     dtype: None: float32 on the CPU; on a device bfloat16, unless the checkpoint stores float32. Block-FP8 weights of products stay so on
-    a device. progress: called with (tensors read, tensors to read).
+    a device. progress: called with (tensors read, tensors to read). part_of: makes of each main layer what stays here, as it is read.
     Raises: BadModel: one line naming the file, tensor or field that is missing, misshapen, unexpected or unsupported. BadSetting: a named
     configuration without `random`. NotAdmitted: the weights do not fit.
     """
@@ -127,13 +128,13 @@ def load_model(
     outer = {_OUTER[0]: first or with_mtp, _OUTER[1]: last, _OUTER[2]: last}
     read_layers = {*held, source.config.layers} if with_mtp else {*held}
     names = [name for name in source.tensors.names if _is_read(name, read_layers, outer)]
-    check_room(model, source.tensors, names, place)
+    check_room(model, source.tensors, names, place, share=1.0 if part_of is None else 0.5)
     reader = WeightReader(
         source.tensors, dtype=source.dtype, device=place, quantisation=source.config.quantisation, total=len(names), progress=progress
     )
     ahead = _by_layer(names)
     try:
-        return _read(reader, source, held, outer, ahead, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
+        return _read(reader, source, held, outer, ahead, part_of, with_mtp=with_mtp, device=place, latent_norm_eps=latent_norm_eps)
     except torch.OutOfMemoryError as error:
         free, whole = torch.cuda.mem_get_info(place)
         raise NotAdmitted(f"the weights of {model} do not fit on {place}: {free:,} of its {whole:,} bytes were left") from error
@@ -142,8 +143,8 @@ def load_model(
 
 
 def _read(
-    reader: WeightReader, source: ModelSource, held: range, outer: dict[str, bool], ahead: dict[int, list[str]], *, with_mtp: bool,
-    device: torch.device, latent_norm_eps: float,
+    reader: WeightReader, source: ModelSource, held: range, outer: dict[str, bool], ahead: dict[int, list[str]],
+    part_of: Callable[[LayerWeights], LayerWeights] | None, *, with_mtp: bool, device: torch.device, latent_norm_eps: float,
 ) -> Model:  # fmt: skip
     """Take a stage's weights, and check that nothing of its layers is left. A layer's files are read while the one before is made."""
     config, ask = source.config, source.tensors.read_ahead
@@ -153,7 +154,8 @@ def _read(
     stage = []
     for layer in held:
         ask(ahead.get(layer + 1, ()))
-        stage.append(LayerWeights.read(reader, config, layer, latent_norm_eps=latent_norm_eps))
+        whole = LayerWeights.read(reader, config, layer, latent_norm_eps=latent_norm_eps)
+        stage.append(whole if part_of is None else part_of(whole))
         reader.finish(f"model.layers.{layer}.")
     mtp = None
     if with_mtp:

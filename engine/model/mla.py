@@ -1,6 +1,7 @@
 """Multi-head latent attention's projections, absorbed form: everything around the attention over rows.
 
-Holds `MlaWeights`. Knows no history, selection or cache: rows go out, attended latents come in.
+Holds `MlaWeights` and `Heads`, the part of it that belongs to some heads alone. Knows no history, selection or cache: rows go out, attended
+latents come in.
 
 Invariants:
 1. Only the first `latent` outputs of kv_a are normalised; the RoPE key is not.
@@ -21,7 +22,28 @@ from kernels.linear import heads_linear, linear
 from kernels.norm import rms_norm
 from kernels.rope import rotate
 
-__all__ = ["MlaWeights"]
+__all__ = ["Heads", "MlaWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What some of a layer's heads ask with and make of what they attended to; N of them here. Shapes as in `MlaWeights`."""
+
+    query_up: Weight
+    key_up: Tensor
+    value_up: Tensor
+    output: Weight
+
+    def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Absorbed query [T, N, R] and rotated query [T, N, Dr] of the normed query latent qr [T, Rq]."""
+        heads, _, nope = self.key_up.shape
+        query = linear(qr, self.query_up).view(qr.shape[0], heads, -1)
+        return heads_linear(query[..., :nope], self.key_up), rotate(query[..., nope:], cos, sin)
+
+    def project_output(self, attended: Tensor) -> Tensor:
+        """Attention output [T, H], the heads' part of it, from attended latents [T, N, R]."""
+        values = heads_linear(attended, self.value_up)
+        return linear(torch.flatten(values, 1), self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +98,15 @@ class MlaWeights:
         both = self.row_source(u)
         return rms_norm(both[:, :latents], self.row_norm, self.norm_eps), rotate(both[:, latents:], cos, sin)
 
+    @property
+    def heads(self) -> Heads:
+        """All of them."""
+        return Heads(self.query_up, self.key_up, self.value_up, self.output)
+
     def project_query(self, qr: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Absorbed query [T, N, R] and rotated query [T, N, Dr] of the normed query latent qr [T, Rq]."""
-        heads, _, nope = self.key_up.shape
-        query = linear(qr, self.query_up).view(qr.shape[0], heads, -1)
-        return heads_linear(query[..., :nope], self.key_up), rotate(query[..., nope:], cos, sin)
+        """See `Heads`."""
+        return self.heads.project_query(qr, cos, sin)
 
     def project_output(self, attended: Tensor) -> Tensor:
-        """The layer's attention output [T, H] from attended latents [T, N, R]."""
-        values = heads_linear(attended, self.value_up)
-        return linear(torch.flatten(values, 1), self.output)
+        """See `Heads`."""
+        return self.heads.project_output(attended)

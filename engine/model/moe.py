@@ -5,19 +5,21 @@ Holds `DenseWeights` and `MoeWeights`, alike in one method. Knows no norm and no
 Invariants:
 1. Router weight and correction bias are float32 in every model dtype; the bias chooses experts and never weights them.
 2. The shared expert has neither gate nor factor.
+3. Where experts lie on two devices a part has consecutive ones, and the router of all; the others add nothing to its sum.
 Source: model.md, sections 2.7 and 2.8.
 """
 
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.weights import Weight, WeightReader
 from kernels.moe import experts, gated_mlp, route
 
-__all__ = ["DenseWeights", "MoeWeights"]
+__all__ = ["DenseWeights", "MoeWeights", "chosen_here"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """E routed experts of width F and the shared expert."""
+    """E routed experts of width F and the shared expert; of a part of them `gate_up` and `down` have fewer."""
 
     router: Tensor  # [E, H] float32
     bias: Tensor  # [E] float32
@@ -68,6 +70,7 @@ class MoeWeights:
     down: Weight  # [E, H, F]
     shared: DenseWeights
     routing: Routing
+    first: int = 0  # expert of the first weight here
 
     @classmethod
     def read(cls, reader: WeightReader, prefix: str, config: ModelConfig) -> Self:
@@ -94,7 +97,11 @@ class MoeWeights:
 
     def feed_routed(self, y: Tensor) -> Tensor:
         """The routed experts' output alone, [T, H] in y's dtype; the shared expert's may be made beside it."""
-        expert_of, weight_of = route(
+        return self.feed_chosen(y, *self.route(y))
+
+    def route(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Each row's experts, int64 [T, slots], and their weights, float32 [T, slots]."""
+        return route(
             y,
             self.router,
             self.bias,
@@ -104,4 +111,16 @@ class MoeWeights:
             normalise=self.routing.normalise,
             factor=self.routing.factor,
         )
+
+    def feed_chosen(self, y: Tensor, expert_of: Tensor, weight_of: Tensor) -> Tensor:
+        """The output [T, H] of those of the chosen experts that are here."""
+        if self.gate_up.shape[0] < self.router.shape[0]:
+            expert_of, weight_of = chosen_here(expert_of, weight_of, self.first, self.gate_up.shape[0])
         return experts(y, expert_of, weight_of, self.gate_up, self.down).to(y.dtype)
+
+
+def chosen_here(expert_of: Tensor, weight_of: Tensor, first: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Choices among all experts as choices among `experts` of them from `first` on: -1 and no weight for the others."""
+    local = expert_of - first
+    here = (local >= 0) & (local < experts)
+    return torch.where(here, local, -1), torch.where(here, weight_of, 0.0)

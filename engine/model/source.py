@@ -87,11 +87,12 @@ def open_source(
     return ModelSource(config, files, dtype or _stored_dtype(files, device, first_layer))
 
 
-def check_room(model: str | Path, tensors: TensorSource, names: Collection[str], device: torch.device) -> None:
-    """Refuse random weights that do not fit. Raises NotAdmitted with the numbers; files are read as far as they go."""
+def check_room(model: str | Path, tensors: TensorSource, names: Collection[str], device: torch.device, share: float = 1.0) -> None:
+    """Refuse random weights of which about `share` stays there and does not fit. Raises NotAdmitted with the numbers; files are read as far
+    as they go."""
     if not isinstance(tensors, RandomTensors):
         return
-    needed = sum(map(tensors.bytes_of, names))
+    needed = share * sum(map(tensors.bytes_of, names))
     free = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
         other = "" if str(model) == "glm-5.3-slice" else "glm-5.3-slice or "

@@ -68,8 +68,8 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Weight, do
     """Weighted sum of each row's chosen experts, added slot by slot in float32.
 
     y          [rows, hidden]               float  rows >= 0
-    expert_of  [rows, slots]                int64
-    weight_of  [rows, slots]                float32
+    expert_of  [rows, slots]                int64    -1: one that is not among these, and adds nothing
+    weight_of  [rows, slots]                float32  0 where the expert is -1
     gate_up    [experts, 2 * width, hidden] y's dtype  gate rows first
     down       [experts, hidden, width]     y's dtype
     returns    [rows, hidden]               y's dtype

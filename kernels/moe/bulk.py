@@ -203,7 +203,8 @@ def _add_slots(parts, weight_of, out, WIDTH: tl.constexpr, SLOTS: tl.constexpr, 
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(SLOTS):
         part = tl.load(parts + (row * SLOTS + slot) * WIDTH + value, mask=inside, other=0.0).to(tl.float32)
-        total += part * tl.load(weight_of + row * SLOTS + slot)
+        weight = tl.load(weight_of + row * SLOTS + slot)
+        total += tl.where(weight == 0.0, 0.0, part * weight)  # see `pairs.py`
     tl.store(out + row * WIDTH + value, total.to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,6 +3,7 @@
 1. Tiles are of one expert each, experts ascending, an expert's pairs in their order; tiles past the last are marked -1 on the device.
 2. One row's slots have distinct experts, so a tile each, and nothing has to be sorted: a launch less.
 3. A row's slots are added from 0 up in float32, each product rounded; no atomics.
+4. A pair of expert -1 is in no tile, and nothing is read of what it would have given: its weight is 0.
 """
 
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def _group(expert_of, tile_expert, tile_pair, pairs, tiles, EXPERTS_BLOCK: tl.co
     first = tl.sum(tl.where(same, first_of[None, :], 0), 1)
     count = tl.sum(tl.where(same, counts[None, :], 0), 1)
     tile = first + rank // TILE_M
-    known = pair < pairs
+    known = (pair < pairs) & (mine >= 0)
     tl.store(tile_pair + tile * TILE_M + rank % TILE_M, pair, mask=known)
     tl.store(tile_expert + tile * 2, mine, mask=known & (rank % TILE_M == 0))
     tl.store(tile_expert + tile * 2 + 1, tl.minimum(count - rank, TILE_M), mask=known & (rank % TILE_M == 0))
@@ -100,7 +101,11 @@ def _combine(parts, weight_of, out, pairs, WIDTH: tl.constexpr, SLOTS: tl.conste
         part = tl.zeros([BLOCK], tl.float32)
         for split in tl.static_range(SPLITS):
             part += tl.load(parts + (split * pairs + pair) * WIDTH + value, mask=inside, other=0.0)
-        total += part * tl.load(weight_of + pair) if WEIGHTED else part
+        if WEIGHTED:
+            weight = tl.load(weight_of + pair)
+            total += tl.where(weight == 0.0, 0.0, part * weight)  # nobody wrote the part of an expert that is not here
+        else:
+            total += part
     tl.store(out + row * WIDTH + value, total.to(out.dtype.element_ty), mask=inside)
 
 

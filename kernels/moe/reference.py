@@ -42,9 +42,9 @@ def experts(y: Tensor, expert_of: Tensor, weight_of: Tensor, gate_up: Tensor, do
     rows, slots = expert_of.shape
     width = down.shape[2]
     order = torch.argsort(expert_of.flatten(), stable=True)  # (row, slot) pairs, expert by expert
-    rows_of = torch.bincount(expert_of.flatten(), minlength=down.shape[0]).tolist()
-    outputs = torch.empty((rows * slots, y.shape[1]), dtype=y.dtype)
-    start = 0
+    start = int((expert_of < 0).sum())  # pairs of experts that are not here come first, and have no output
+    rows_of = torch.bincount(expert_of.flatten() + 1, minlength=down.shape[0] + 1).tolist()[1:]
+    outputs = torch.zeros((rows * slots, y.shape[1]), dtype=y.dtype)
     for expert, count in enumerate(rows_of):
         if count == 0:
             continue

@@ -152,6 +152,23 @@ def test_experts_are_summed_in_slot_order(assert_same_bits):
     assert_same_bits(experts(y, expert_of, weight_of, gate_up, down), parts[0] + parts[1] + parts[2])
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_an_expert_that_is_not_here_adds_nothing(rows, poisoned_empty):
+    """Experts of -1 and weight 0 leave the bits of the sum over the others, in every place among the slots, for one row and for several."""
+    torch.manual_seed(rows)
+    y, gate_up, down = torch.randn(rows, 16), torch.randn(4, 20, 16), torch.randn(4, 16, 10)
+    expert_of = torch.tensor([[3, 1, 0], [-1, 2, 1], [0, -1, -1], [-1, -1, -1]])[torch.arange(rows) % 4 if rows > 1 else [1]]
+    weight_of = torch.where(expert_of >= 0, torch.rand(rows, 3), 0.0)
+    got = experts(y, expert_of, weight_of, gate_up, down)
+    for row in range(rows):
+        here = expert_of[row] >= 0
+        if not bool(here.any()):
+            assert not bool(got[row].any())
+            continue
+        wanted = experts(y[row : row + 1], expert_of[row : row + 1, here], weight_of[row : row + 1, here], gate_up, down)
+        assert torch.equal(got[row], wanted[0])
+
+
 @pytest.mark.parametrize(("count", "slots", "hidden", "width"), [(8, 2, 64, 96), (5, 3, 7, 5)])
 def test_experts_row_does_not_see_its_company(count, slots, hidden, width, assert_row_invariant):
     """A row has the same bits alone, beside rows that share its experts, and beside rows that do not."""
