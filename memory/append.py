@@ -16,7 +16,7 @@ import numpy.typing
 import torch
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, WHOLE, BlockLayout, PageShare
 from memory.copyback import Copyback
 from memory.staging import pinned
 from streams import Event, Stream
@@ -31,33 +31,39 @@ def blocks_of(rows: int) -> int:
     return -(-rows // BLOCK_ROWS)
 
 
-def pages_of(rows: int) -> int:
-    """Pages that the first `rows` positions lie in, a key layer."""
-    return -(-rows // PAGE_KEYS)
+def pages_of(rows: int, share: PageShare = WHOLE) -> int:
+    """Pages of a share that the first `rows` positions lie in, a key layer."""
+    return share.pages(-(-rows // PAGE_KEYS))
 
 
 class Destinations:
     """Device tensors of a chunk's addresses, `targets` (blocks, rows, keys, pages), and the work that fills them."""
 
     def __init__(
-        self, layout: BlockLayout, first: int, rows: int, block_addresses: Addresses, page_addresses: Addresses, device: torch.device
-    ) -> None:
+        self, layout: BlockLayout, first: int, rows: int, block_addresses: Addresses, page_addresses: Addresses, device: torch.device,
+        share: PageShare = WHOLE,
+    ) -> None:  # fmt: skip
         """Make the targets, empty, and touch no row.
 
-        Args: block_addresses: [blocks], page_addresses: [key layers, pages], both covering positions below `first + rows`.
+        Args: block_addresses: [blocks], page_addresses: [key layers, pages of the share], both covering positions below `first + rows`.
         """
         position = numpy.arange(first, first + rows, dtype=numpy.int64)
         block, row = block_addresses[position // BLOCK_ROWS], position % BLOCK_ROWS
         assert block_addresses.all(), "a block of the chunk's history has no address"
-        pages = page_addresses[:, position // PAGE_KEYS]
+        number = position // PAGE_KEYS
+        here = number % share.devices == share.device
+        pages = page_addresses[:, number[here] // share.devices]
         assert pages.all(), "a page of the chunk has no address"
+        at = position[here]
+        keys = numpy.zeros((page_addresses.shape[0], rows), dtype=numpy.int64)
+        keys[:, here] = pages + at % PAGE_KEYS // BLOCK_ROWS * layout.key.run_bytes + at % BLOCK_ROWS * layout.key.step_bytes
         self._values = tuple(
             pinned(torch.from_numpy(numpy.ascontiguousarray(values)), device)
             for values in (
                 block_addresses,
                 block + row * layout.row.row_bytes,
                 block + layout.keys_offset + row * layout.key.step_bytes,
-                pages + position % PAGE_KEYS // BLOCK_ROWS * layout.key.run_bytes + row * layout.key.step_bytes,
+                keys,
             )
         )
         blocks, rows_to, keys_to, pages_to = (torch.empty(values.shape, dtype=torch.int64, device=device) for values in self._values)
@@ -76,7 +82,7 @@ class AppendChunk:
     block_addresses    [blocks]            int64  device  where positions 64 b to 64 b + 63 are, history and chunk
     row_destinations   [rows]              int64  device  each new row in layer 0; other layers `row_offset` further
     key_destinations   [rows]              int64  device  each new key of key layer 0 in the same block
-    page_destinations  [key layers, rows]  int64  device  each new key in its page
+    page_destinations  [key layers, rows]  int64  device  each new key in its page; 0 where that is another device's
 
     ready: the tensors are filled and the partial tail block is where the chunk writes. Use nothing before it (`after=[chunk.ready]`).
 
@@ -96,3 +102,4 @@ class AppendChunk:
     ready: Event[None]
     finish: Callable[[Stream, Copyback, Event[Any]], Event[None]]
     abandon: Callable[[Sequence[Event[Any]]], None]
+    peer: "AppendChunk | None" = None  # of a session on two devices: the same rows at the peer, which end with this one

@@ -25,13 +25,24 @@ __all__ = ["barrier", "verify_mirror"]
 
 
 async def barrier(session: SessionMemory, copyback: Copyback) -> int:
-    """Copy what is not in RAM, await every operation of the session, check.
+    """Copy what is not in RAM, await every operation of the session on every device, check.
 
     The caller has stopped the session's steps: all rows are committed and none is submitted before this returned.
     Returns: mirrored rows, equal to the logical rows.
     Raises: BarrierFailed: a copy failed or the counts differ; ArenaFull: resident, no host memory for the copy.
     Cancel: the copies go on; until they are done `room` is False.
     """
+    if session.peered is None:
+        return await _pass(session, copyback)
+    rows = await _pass(session.peered.owner, copyback)
+    found = await _pass(session.peered.peer, session.peered.copyback, counts_rows=False)
+    if found != rows:
+        raise BarrierFailed(f"session {session.session_id}: {rows} rows at the owner, {found} at the peer")
+    return rows
+
+
+async def _pass(session: SessionMemory, copyback: Copyback, *, counts_rows: bool = True) -> int:
+    """The barrier of one device. Args: counts_rows: whether LOGICAL is kept there; a peer is told at each step's beginning."""
     counts = session.counts
     assert counts.committed == counts.logical, f"{counts!r}: a step was not followed"
     # A step that was rolled back while in flight may still write beside the rows of the partial block.
@@ -47,7 +58,7 @@ async def barrier(session: SessionMemory, copyback: Copyback) -> int:
     if broken is not None:
         raise BarrierFailed(f"session {session.session_id}: a copy failed ({type(broken).__name__}: {broken})") from broken
     on_device = await _state(session, copyback)
-    found = (counts.mirrored, on_device[StateField.MIRRORED], on_device[StateField.LOGICAL])
+    found = (counts.mirrored, on_device[StateField.MIRRORED], on_device[StateField.LOGICAL] if counts_rows else counts.logical)
     if set(found) != {counts.logical}:
         raise BarrierFailed(
             f"session {session.session_id}: {counts.logical} rows, mirrored {found[0]} on the host and {found[1]} on the device, "
@@ -101,9 +112,13 @@ def verify_mirror(session: SessionMemory, layout: BlockLayout) -> None:
             start = layout.key_offset(key_layer)
             here, there = device[start : start + layout.key_layer_bytes], mirror[start : start + layout.key_layer_bytes]
             _compare_keys(here, there, within, f"key {key_layer} in", block, layout.key)
-    for block in range(min(blocks_of(rows), session.pages.pages * (PAGE_KEYS // BLOCK_ROWS))):  # an idle one may have given up the others
+    share = session.pages.store.share
+    for block in range(blocks_of(rows)):
         within = min(BLOCK_ROWS, rows - BLOCK_ROWS * block)
         page, place = divmod(BLOCK_ROWS * block, PAGE_KEYS)
+        if not share.has(page) or share.pages(page) >= session.pages.pages:
+            continue  # another device's, or given up by an idle session
+        page = share.pages(page)
         for key_layer in range(layout.key_layers):
             keys = session.pages.view(key_layer, page)[place * layout.key.key_bytes :][: layout.key_layer_bytes].cpu()
             start = layout.key_offset(key_layer)

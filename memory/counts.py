@@ -30,7 +30,7 @@ class CountsSnapshot:
 class RowCounts:
     """Counts of rows, each of all layers, keys included. Loop thread only."""
 
-    __slots__ = ("committed", "epoch", "hidden_from", "logical", "mirrored", "submitted")
+    __slots__ = ("committed", "epoch", "follower", "hidden_from", "logical", "mirrored", "submitted")
 
     def __init__(self) -> None:
         self.logical = 0  # rows the session has; with drafts in flight, the most it can have
@@ -39,6 +39,7 @@ class RowCounts:
         self.mirrored = 0  # rows proved to be in RAM
         self.epoch = 0
         self.hidden_from = 0
+        self.follower: RowCounts | None = None  # of the same rows on another device: what is retracted here is retracted there
 
     def begin(self, rows: int, mirrored: int, hidden_from: int) -> None:
         """A session without rows gets the first `rows` rows of another one, `mirrored` of which it shares in RAM."""
@@ -70,6 +71,8 @@ class RowCounts:
         self.logical -= rows
         self.hidden_from = min(self.hidden_from, self.logical)
         self.check_integrity()
+        if self.follower is not None:
+            self.follower.retract(rows)
 
     def submit(self, rows: int) -> None:
         """Copies that cover the first `rows` rows in all were submitted."""

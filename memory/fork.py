@@ -38,7 +38,7 @@ def shared_rows(source: SessionMemory, rows: int) -> int:
 
 def shared_units(source: SessionMemory, rows: int) -> Shared:
     """References to the blocks and pages that a fork of the first `rows` rows shares; the caller holds them now."""
-    pages = min(rows // PAGE_KEYS, source.pages.pages)
+    pages = min(source.pages.store.share.pages(rows // PAGE_KEYS), source.pages.pages)
     return Shared(source.history.share(shared_rows(source, rows) // BLOCK_ROWS), source.pages.share(pages))
 
 
@@ -65,10 +65,11 @@ def begin(
         else:
             sources[block] = source.device_block(block)
         moves.append((target.device_block(block), sources[block]))
-    if rows % PAGE_KEYS and rows // PAGE_KEYS < source.pages.pages:
-        page = rows // PAGE_KEYS
+    share = source.pages.store.share
+    page = share.pages(rows // PAGE_KEYS)
+    if rows % PAGE_KEYS and share.has(rows // PAGE_KEYS) and page < source.pages.pages:
         moves.append((span_of(target.pages, page), span_of(source.pages, page)))
-    first = PAGE_BLOCKS * source.pages.pages
+    first = PAGE_BLOCKS * share.page(source.pages.pages)
     kept = [sources[block] if block in sources else target.history.view(block) for block in range(first, blocks_of(rows))]
     moves += key_moves(target.pages, first, kept)
     moves.append((target.hidden, source.hidden))
@@ -91,8 +92,8 @@ def begin(
 
 def own_page(holdings: Holdings, rows: int, stream: Stream) -> None:
     """Before a cut to `rows` rows: hold a copy of the page it goes through if others share it. Raises DoesNotFit; nothing changed."""
-    pages, page = holdings.pages, rows // PAGE_KEYS
-    if rows % PAGE_KEYS == 0 or page >= pages.pages or not pages.allotment.shared(page):
+    pages, page = holdings.pages, holdings.share.pages(rows // PAGE_KEYS)
+    if rows % PAGE_KEYS == 0 or not holdings.share.has(rows // PAGE_KEYS) or page >= pages.pages or not pages.allotment.shared(page):
         return
     source = span_of(pages, page)
     write, release = pages.replace(page)

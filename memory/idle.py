@@ -41,17 +41,17 @@ def shed(holdings: Holdings, *, shared: bool) -> bool:
 
 def is_shed(holdings: Holdings) -> bool:
     """Whether the session lacks pages that it could take without a grow before it gave them up."""
-    return holdings.pages.pages_max < pages_of(holdings.tokens_max)
+    return holdings.pages.pages_max < pages_of(holdings.tokens_max, holdings.share)
 
 
 def bytes_shed(holdings: Holdings) -> int:
     """Allocated device bytes of the pages that the session would hold or have reserved if it had not given them up."""
-    lacking = max(0, pages_of(holdings.tokens_max) - holdings.pages.pages_max)
+    lacking = max(0, pages_of(holdings.tokens_max, holdings.share) - holdings.pages.pages_max)
     return lacking * allocated(holdings.pages.store.span_bytes)
 
 
 def wake_pages(holdings: Holdings) -> bool:
     """Reserve the pages that were given up, and those lacking. Raises DoesNotFit; returns whether any had been given up."""
     asleep = is_shed(holdings)
-    holdings.pages.grow(max(holdings.pages.pages_max, pages_of(holdings.tokens_max)))
+    holdings.pages.grow(max(holdings.pages.pages_max, pages_of(holdings.tokens_max, holdings.share)))
     return asleep

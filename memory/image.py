@@ -24,7 +24,7 @@ from memory.copyback import Copyback, write_state
 from memory.keys import key_moves
 from memory.session import SessionMemory
 from memory.staging import behind_fills, landing, pinned
-from streams import Stream
+from streams import Event, Stream
 
 __all__ = ["Image", "Loading", "read_out"]
 
@@ -73,6 +73,9 @@ class Loading:
         assert rows >= 1, f"an image of {rows} rows"
         assert window >= 1, f"a window of {window} blocks"
         self._session, self._layout, self._rows = session, layout, rows
+        peered = session.peered
+        # Each device's part, and what carries rows and keys to it.
+        self._parts = [(session, copies)] if peered is None else [(peered.owner, copies), (peered.peer, peered.copyback.stream)]
         self._tables, self._stream, self._window, self._taken = tables, copies, window, 0
         self._staging: list[Tensor] = []
         if session.ring is None:
@@ -92,26 +95,30 @@ class Loading:
 
     async def place(self, first: int, stop: int) -> None:
         """Bring filled blocks [first, stop) to where steps read them, and wait for that. Cancel: the copies go on, held by the session."""
-        session = self._session
         blocks = range(first, stop)
         sources = [self.target(block) for block in blocks]
-        moves = key_moves(session.pages, first, sources)
-        for block, source in zip(blocks, sources, strict=True):
-            if (place := self._place_of(block)) is not None:
-                moves.append((place, source))
-        await self._stream.wait_room()
-        event = self._stream.submit(
-            partial(_copy_all, moves, session.state.device), label="image load", session=session.session_id,
-            reads=sources, writes=[target for target, _ in moves], payload_bytes=sum(source.numel() for _, source in moves),
-        )  # fmt: skip
-        session.operations.hold(event)
-        await event
+        events = []
+        for part, stream in self._parts:
+            moves = key_moves(part.pages, first, sources)
+            for block, source in zip(blocks, sources, strict=True):
+                moves += [(place, source) for place in self._places_of(part, block, source)]
+            await stream.wait_room()
+            event = stream.submit(
+                partial(_copy_all, moves, part.state.device), label="image load", session=part.session_id,
+                reads=sources, writes=[target for target, _ in moves], payload_bytes=sum(source.numel() for _, source in moves),
+            )  # fmt: skip
+            part.operations.hold(event)
+            events.append(event)
+        for event in events:
+            await event
 
-    def _place_of(self, block: int) -> Tensor | None:
-        """Where the whole block belongs on the device; None: nowhere."""
-        if self._session.ring is None or block >= self._rows // BLOCK_ROWS:
-            return self._session.device_block(block)
-        return None
+    def _places_of(self, part: SessionMemory, block: int, source: Tensor) -> list[Tensor]:
+        """Where the whole block belongs on a device, and in a mirror of its own."""
+        if part.ring is None:
+            return [part.device_block(block)]
+        places = [part.device_block(block)] if block >= self._rows // BLOCK_ROWS else []
+        mirror = part.mirror_block(block)
+        return places if mirror.data_ptr() == source.data_ptr() else [*places, mirror]
 
     async def finish(self, hidden: Tensor, hidden_from: int) -> None:
         """All blocks are placed: the session has its rows. Args: hidden, hidden_from: as `Image`'s."""
@@ -119,26 +126,35 @@ class Loading:
         assert self._taken == blocks_of(rows), f"{self._taken} blocks of {blocks_of(rows)} were placed"
         offload = session.ring is not None
         assert hidden.shape == session.hidden.shape, f"hidden states {tuple(hidden.shape)} for {tuple(session.hidden.shape)}"
-        values = pinned(hidden, session.hidden.device)
-        writes: list[Callable[[], None]] = [partial(write_state, session.state, StateField.LOGICAL, rows)]
-        if offload:
-            writes.append(partial(write_state, session.state, StateField.MIRRORED, rows))
-
-        def work() -> None:
-            behind_fills(session.hidden.device)
-            session.hidden.copy_(values, non_blocking=True)
-            for write in writes:
-                write()
-
-        await self._stream.wait_room()
-        event = self._stream.submit(work, label="image finish", session=session.session_id, reads=[values], writes=[session.hidden])
-        session.operations.hold(event)
-        await event
+        events = []
+        for part, stream in self._parts:
+            await stream.wait_room()
+            events.append(self._submit_finish(part, stream, hidden))
+        for event in events:
+            await event
         await session.operations.settle()  # the tables
         broken = session.operations.broken
         if broken is not None:
             raise broken
-        session.counts.begin(rows, rows if offload else 0, hidden_from)
+        for part, _ in self._parts:
+            part.counts.begin(rows, rows if offload else 0, hidden_from)
+
+    def _submit_finish(self, part: SessionMemory, stream: Stream, hidden: Tensor) -> Event[None]:
+        """Say on one device which rows there are."""
+        values, rows = pinned(hidden, part.hidden.device), self._rows
+        writes: list[Callable[[], None]] = [partial(write_state, part.state, StateField.LOGICAL, rows)]
+        if part.ring is not None:
+            writes.append(partial(write_state, part.state, StateField.MIRRORED, rows))
+
+        def work() -> None:
+            behind_fills(part.hidden.device)
+            part.hidden.copy_(values, non_blocking=True)
+            for write in writes:
+                write()
+
+        event = stream.submit(work, label="image finish", session=part.session_id, reads=[values], writes=[part.hidden])
+        part.operations.hold(event)
+        return event
 
 
 def _copy_all(moves: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:

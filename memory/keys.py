@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, WHOLE, BlockLayout, PageShare
 from memory.allotment import Allotment
 from memory.history import TableWrite
 from memory.pool import Pool
@@ -32,10 +32,11 @@ PAGE_BLOCKS = PAGE_KEYS // BLOCK_ROWS
 
 
 class KeyPages:
-    """Spans of one stage's pages. Loop thread only."""
+    """Spans of the pages of one device of a stage. Loop thread only."""
 
-    def __init__(self, layout: BlockLayout, pool: Pool) -> None:
+    def __init__(self, layout: BlockLayout, pool: Pool, share: PageShare = WHOLE) -> None:
         self.layout = layout
+        self.share = share
         self.key_layers = layout.key_layers
         self.page_bytes = layout.key.page_bytes
         self.span_bytes = layout.key_layers * layout.key.page_bytes
@@ -95,7 +96,10 @@ class KeyPages:
 
 
 class PageTable:
-    """Pages of one session. Raises PoolExhausted when made and they cannot be reserved; nothing is held then."""
+    """Pages of one session; of a share of them those of this device, numbered as they stand here.
+
+    Raises PoolExhausted when made and they cannot be reserved; nothing is held then.
+    """
 
     def __init__(self, pages: KeyPages, pages_max: int, shared: Sequence[PageId] = ()) -> None:
         """Args: shared: the first pages, from another table's `share`; their references are this one's, also when it raises."""
@@ -106,7 +110,7 @@ class PageTable:
         except BaseException:
             self.allotment.close()
             raise
-        self.addresses = numpy.zeros((pages.key_layers, pages_max), dtype=numpy.int64)
+        self.addresses = numpy.zeros((pages.key_layers, self.table.shape[1]), dtype=numpy.int64)
         for number in range(len(shared)):
             self._set_address(number)
         if shared:
@@ -117,8 +121,9 @@ class PageTable:
         self.addresses[:, number] = start + self.store.page_bytes * numpy.arange(self.store.key_layers)
 
     def _new_table(self, pages_max: int) -> Tensor:
-        size_bytes = 8 * self.store.key_layers * pages_max
-        return self.store.pool.take(size_bytes, "tables").view(torch.int64).view(self.store.key_layers, pages_max)
+        columns = max(1, pages_max)  # a short session may have no page of a share
+        size_bytes = 8 * self.store.key_layers * columns
+        return self.store.pool.take(size_bytes, "tables").view(torch.int64).view(self.store.key_layers, columns)
 
     @property
     def pages(self) -> int:
@@ -149,7 +154,7 @@ class PageTable:
         self.allotment.trim()
 
     def view(self, key_layer: int, page: int) -> Tensor:
-        """uint8 [1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of one key layer."""
+        """uint8 [1024 * key_bytes]: the keys of 1,024 positions of one key layer."""
         return self.store.page(self.allotment.ids[page], key_layer)
 
     def share(self, pages: int) -> list[PageId]:
@@ -173,7 +178,7 @@ class PageTable:
     def move_table(self, table: Tensor) -> Tensor:
         """Use `table`, int64 [key layers, pages_max], from now on, filled here. Returns the old one. No step in flight may see either."""
         old, self.table = self.table, table
-        addresses = numpy.zeros((self.store.key_layers, self.pages_max), dtype=numpy.int64)
+        addresses = numpy.zeros((self.store.key_layers, table.shape[1]), dtype=numpy.int64)
         addresses[:, : self.pages] = self.addresses[:, : self.pages]
         self.addresses = addresses
         table.copy_(pinned(torch.from_numpy(addresses), table.device), non_blocking=True)
@@ -194,20 +199,23 @@ class PageTable:
 
 
 def span_of(table: PageTable, page: int) -> Tensor:
-    """uint8 [key layers * 1024 * key_bytes]: the keys of positions 1024 * page to 1024 * page + 1023 of every key layer."""
+    """uint8 [key layers * 1024 * key_bytes]: the keys of 1,024 positions of every key layer."""
     return table.store.span(table.allotment.ids[page])
 
 
 def key_moves(table: PageTable, first: int, blocks: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Targets in the pages, and sources in the blocks, of the keys of consecutive blocks, each uint8 [key layers, 64 * key_bytes].
 
-    Args: first: the number of the first block; its page is held. blocks: uint8 [block_bytes] each, anywhere.
+    Args: first: the number of the first block. Pages of theirs that this device has are held. blocks: uint8 [block_bytes] each, anywhere.
     """
     layout, moves = table.store.layout, []
     offset, shape = layout.keys_offset, (layout.key_layers, layout.key_layer_bytes)  # asked once: an import has thousands of blocks
     spans: dict[int, Tensor] = {}
     for number, block in enumerate(blocks, first):
         page, within = divmod(number, PAGE_BLOCKS)
+        if not table.store.share.has(page):
+            continue
+        page = table.store.share.pages(page)
         if page not in spans:
             spans[page] = span_of(table, page).view(shape[0], PAGE_BLOCKS, shape[1])
         moves.append((spans[page][:, within], block[offset:].view(shape)))

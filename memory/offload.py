@@ -24,7 +24,7 @@ from memory.errors import RingOverrun
 from memory.fork import own_page
 from memory.hot import HotCache
 from memory.ring import AppendRing, Ring, room
-from memory.session import Holdings, SessionStatistics
+from memory.session import Holdings, Peered, SessionStatistics
 from memory.staging import Glance
 from streams import Event, Stream
 
@@ -40,6 +40,7 @@ class OffloadSession:
         self.counts, self.operations = holdings.counts, holdings.operations
         self.history, self.pages = holdings.history, holdings.pages
         self.state, self.hidden = holdings.state, holdings.hidden
+        self.peered: Peered | None = None
         self.ring: Ring | None = ring
         self.caches = caches
         self.device_block: Callable[[int], Tensor] = ring.block_view
@@ -100,7 +101,7 @@ class OffloadSession:
         try:
             self.ensure_rows(end, compute)
             addresses = self._chunk_addresses(first, end)
-            destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
+            destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device, self.holdings.share)
             # What is read of a session whose fork or cut fails is nobody's: the chunk must not count behind it.
             ready = self._prepare(first, destinations, compute, (*after, *self.operations.placing))
         except BaseException:

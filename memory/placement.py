@@ -8,22 +8,24 @@ Invariants:
 2. `needs` is to the byte what `open` takes and reserves.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
-from kernels.layout import BLOCK_ROWS, BlockLayout
+from kernels.layout import BLOCK_ROWS, WHOLE, BlockLayout, PageShare
 from memory.append import blocks_of
 from memory.arena import Arena, ArenaStatistics
 from memory.copyback import Copyback
 from memory.elastic import HotCaches
 from memory.errors import DoesNotFit
 from memory.fork import begin, shared_units
-from memory.history import DeviceBlocks
+from memory.history import BlockStore, DeviceBlocks
 from memory.idle import bytes_shed, rest, shed, wake_pages
 from memory.keys import KeyPages
 from memory.needs import Needs, hot_bytes, hot_slots, offload_needs, resident_needs, shared_bytes
 from memory.offload import OffloadSession
+from memory.operations import Operations
 from memory.pool import Pool, PoolStatistics, allocated
 from memory.resident import ResidentSession
 from memory.ring import AppendRing, Ring
@@ -115,13 +117,14 @@ class Offload:
 
     def __init__(
         self, layout: BlockLayout, arena: Arena, pool: Pool, *, hidden: int, hot_rows: int, picks: int, chunk_rows: int,
-        elastic: bool = False,
+        elastic: bool = False, share: PageShare = WHOLE, store_of: Callable[[], BlockStore] | None = None,
     ) -> None:  # fmt: skip
         """One stage.
 
         Args: hidden: values of a hidden state. hot_rows: hot slots a group, at least 1; cut to a session's positions but never below
             `picks`, the top-k of a selection. chunk_rows: rows of the longest append chunk. elastic: hot caches grow beyond `hot_rows`
-            into what the pool has to spare (`memory/elastic.py`).
+            into what the pool has to spare (`memory/elastic.py`). share: the pages of index keys that are here. store_of: gives a session
+            the RAM that another device's has taken for it (`replica.py`); None: it takes its own of the arena.
         """
         assert hot_rows >= 1, f"{hot_rows} hot rows"
         self.arena, self.pool = arena, pool
@@ -130,7 +133,9 @@ class Offload:
         self._hot_rows = hot_rows
         self._picks = picks
         self._elastic = elastic
-        self._keys = KeyPages(layout, pool)
+        self._keys = KeyPages(layout, pool, share)
+        self._store_of = store_of
+        self._host_bytes = layout.block_bytes if store_of is None else 0  # of a block
         self.append_ring = AppendRing(layout, chunk_rows, pool)
 
     def _hot_bytes(self, tokens_max: int) -> int:
@@ -146,16 +151,18 @@ class Offload:
 
     def needs(self, tokens_max: int) -> Needs:
         """See Placement."""
-        return offload_needs(self._layout, self._hidden, self._hot_rows, self._picks, tokens_max)
+        needs = offload_needs(self._layout, self._hidden, self._hot_rows, self._picks, tokens_max, self._keys.share)
+        return Needs(needs.host_bytes if self._host_bytes else 0, needs.device_bytes)
 
-    def open(self, session_id: str, tokens_max: int) -> OffloadSession:
-        """See Placement."""
+    def open(self, session_id: str, tokens_max: int, operations: Operations | None = None) -> OffloadSession:
+        """See Placement. Args: operations: those of the same session on another device."""
         check_room(self.needs(tokens_max), self.arena, self.pool)
-        return self._open(session_id, tokens_max, Shared())
+        return self._open(session_id, tokens_max, Shared(), operations)
 
-    def _open(self, session_id: str, tokens_max: int, shared: Shared) -> OffloadSession:
+    def _open(self, session_id: str, tokens_max: int, shared: Shared, operations: Operations | None) -> OffloadSession:
         with ExitStack() as undo:
-            holdings = Holdings(session_id, tokens_max, self.arena, self._keys, self.pool, self._hidden, shared)
+            store = self.arena if self._store_of is None else self._store_of()
+            holdings = Holdings(session_id, tokens_max, store, self._keys, self.pool, self._hidden, shared, operations)
             undo.callback(holdings.close)
             ring = Ring(self._layout, self.pool)
             undo.callback(ring.close)
@@ -167,21 +174,29 @@ class Offload:
         return session
 
     def fork(
-        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
-    ) -> OffloadSession:
-        """See Placement."""
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback,
+        operations: Operations | None = None, opened: Callable[[OffloadSession], None] | None = None,
+    ) -> OffloadSession:  # fmt: skip
+        """See Placement. Args: operations: as in `open`. opened: called with the new session before it takes more than it shares."""
         assert isinstance(source, OffloadSession), "a session of another placement"
+        session = self._share(source, session_id, tokens_max, rows, operations)
+        if opened is not None:
+            opened(session)
+        begin(source, session, rows, compute, copyback, held_by=session.holdings, chunk_open=source.holdings.chunk_open)
+        return session
+
+    def _share(
+        self, source: OffloadSession, session_id: str, tokens_max: int, rows: int, operations: Operations | None
+    ) -> OffloadSession:  # fmt: skip
+        """The first half of a fork: a session over what it shares, without rows yet."""
         shared, needs = shared_units(source, rows), self.needs(tokens_max)
-        host, device = units_bytes(self._layout, shared, self._layout.block_bytes)
+        host, device = units_bytes(self._layout, shared, self._host_bytes)
         try:
             check_room(Needs(needs.host_bytes - host, needs.device_bytes - device), self.arena, self.pool)
         except DoesNotFit:
-            let_go(shared, self.arena, self._keys)
+            let_go(shared, source.history.store, self._keys)
             raise
-        session = self._open(session_id, tokens_max, shared)
-        chunk_open = source.holdings.chunk_open
-        begin(source, session, rows, compute, copyback, held_by=session.holdings, chunk_open=chunk_open)
-        return session
+        return self._open(session_id, tokens_max, shared, operations)
 
     def rest(self, session: SessionMemory) -> bool:
         """See Placement."""
@@ -196,7 +211,7 @@ class Offload:
         holdings, history = session.holdings, session.history
         asleep = not session.hot
         hot_bytes = self._hot_bytes(holdings.tokens_max) if asleep else 0
-        host_bytes = history.allotment.lacking * self._layout.block_bytes
+        host_bytes = history.allotment.lacking * self._host_bytes
         check_room(Needs(host_bytes, hot_bytes + bytes_shed(holdings)), self.arena, self.pool)
         with ExitStack() as undo:
             undo.callback(history.grow(history.blocks_max))
@@ -235,9 +250,9 @@ class Offload:
         if tokens_max <= holdings.tokens_max:
             return self._wake(session)
         more = blocks_of(tokens_max) - session.history.blocks_max + session.history.allotment.lacking
-        shared = shared_bytes(self._layout, self._hidden, tokens_max) - shared_bytes(self._layout, self._hidden, holdings.tokens_max)
-        device = shared + self._hot_bytes(tokens_max) + tables_bytes(holdings) + bytes_shed(holdings)
-        check_room(Needs(more * self._layout.block_bytes, device), self.arena, self.pool)
+        before, after = (shared_bytes(self._layout, self._hidden, rows, holdings.share) for rows in (holdings.tokens_max, tokens_max))
+        device = after - before + self._hot_bytes(tokens_max) + tables_bytes(holdings) + bytes_shed(holdings)
+        check_room(Needs(more * self._host_bytes, device), self.arena, self.pool)
         with ExitStack() as undo:
             tables = grow_tables(holdings, tokens_max, undo)
             hot = self._take_hot(tokens_max, undo)
@@ -259,29 +274,50 @@ class Offload:
 class Resident:
     """Rows on the device; the arena is used by barriers only, and nothing of it is reserved."""
 
-    def __init__(self, layout: BlockLayout, arena: Arena, pool: Pool, *, hidden: int) -> None:
-        """One stage. Args: hidden: values of a hidden state."""
+    def __init__(
+        self, layout: BlockLayout, arena: Arena, pool: Pool, *, hidden: int, share: PageShare = WHOLE, mirrors: bool = True
+    ) -> None:  # fmt: skip
+        """One stage.
+
+        Args: hidden: values of a hidden state. share: the pages of index keys that are here. mirrors: whether barriers copy to the arena;
+            else another device's do.
+        """
+        self._mirrors = mirrors
         self.arena, self.pool = arena, pool
         self._layout = layout
         self._hidden = hidden
-        self._keys = KeyPages(layout, pool)
+        self._keys = KeyPages(layout, pool, share)
         self._blocks = DeviceBlocks(layout, pool)
 
     def needs(self, tokens_max: int) -> Needs:
         """See Placement."""
-        return resident_needs(self._layout, self._hidden, tokens_max)
+        return resident_needs(self._layout, self._hidden, tokens_max, self._keys.share)
 
-    def open(self, session_id: str, tokens_max: int) -> ResidentSession:
-        """See Placement."""
+    def open(self, session_id: str, tokens_max: int, operations: Operations | None = None) -> ResidentSession:
+        """See Placement. Args: operations: those of the same session on another device."""
         check_room(self.needs(tokens_max), self.arena, self.pool)
-        holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden)
-        return ResidentSession(holdings, self._layout, self.arena)
+        return self._open(session_id, tokens_max, Shared(), operations)
+
+    def _open(self, session_id: str, tokens_max: int, shared: Shared, operations: Operations | None) -> ResidentSession:
+        holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden, shared, operations)
+        return ResidentSession(holdings, self._layout, self.arena if self._mirrors else None)
 
     def fork(
-        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback
-    ) -> ResidentSession:
-        """See Placement."""
+        self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback,
+        operations: Operations | None = None, opened: Callable[[ResidentSession], None] | None = None,
+    ) -> ResidentSession:  # fmt: skip
+        """See Placement. Args: operations: as in `open`. opened: called with the new session before it takes more than it shares."""
         assert isinstance(source, ResidentSession), "a session of another placement"
+        session = self._share(source, session_id, tokens_max, rows, operations)
+        if opened is not None:
+            opened(session)
+        begin(source, session, rows, compute, copyback, held_by=session.holdings, chunk_open=source.holdings.chunk_open)
+        return session
+
+    def _share(
+        self, source: ResidentSession, session_id: str, tokens_max: int, rows: int, operations: Operations | None
+    ) -> ResidentSession:  # fmt: skip
+        """The first half of a fork: a session over what it shares, without rows yet."""
         shared = shared_units(source, rows)
         device = self.needs(tokens_max).device_bytes - sum(units_bytes(self._layout, shared, allocated(self._layout.block_bytes)))
         try:
@@ -289,11 +325,7 @@ class Resident:
         except DoesNotFit:
             let_go(shared, self._blocks, self._keys)
             raise
-        holdings = Holdings(session_id, tokens_max, self._blocks, self._keys, self.pool, self._hidden, shared)
-        session = ResidentSession(holdings, self._layout, self.arena)
-        chunk_open = source.holdings.chunk_open
-        begin(source, session, rows, compute, copyback, held_by=holdings, chunk_open=chunk_open)
-        return session
+        return self._open(session_id, tokens_max, shared, operations)
 
     def extra_bytes(self, session: SessionMemory) -> int:
         """See Placement. A resident session has no hot cache."""

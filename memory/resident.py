@@ -19,7 +19,7 @@ from memory.arena import Arena, BlockId
 from memory.copyback import Copyback, copy_bytes, first_cause, write_state
 from memory.fork import own_page
 from memory.ring import Ring
-from memory.session import Holdings, SessionStatistics
+from memory.session import Holdings, Peered, SessionStatistics
 from streams import Event, Stream
 
 __all__ = ["ResidentSession"]
@@ -28,12 +28,14 @@ __all__ = ["ResidentSession"]
 class ResidentSession:
     """See SessionMemory. Made by `placement.Resident`."""
 
-    def __init__(self, holdings: Holdings, layout: BlockLayout, arena: Arena) -> None:
+    def __init__(self, holdings: Holdings, layout: BlockLayout, arena: Arena | None) -> None:
+        """Args: arena: for the barrier's copies; None: it makes none, because another device's does."""
         self.holdings = holdings
         self.session_id = holdings.session_id
         self.counts, self.operations = holdings.counts, holdings.operations
         self.history, self.pages = holdings.history, holdings.pages
         self.state, self.hidden = holdings.state, holdings.hidden
+        self.peered: Peered | None = None
         self.ring: Ring | None = None
         self.device_block: Callable[[int], Tensor] = holdings.history.view
         self.mirror_block: Callable[[int], Tensor] = self._mirror_block
@@ -45,12 +47,14 @@ class ResidentSession:
 
     def _mirror_block(self, block: int) -> Tensor:
         """Take arena blocks up to this one. Raises ArenaFull; blocks taken before stay."""
+        assert self._arena is not None, "the mirror is another device's"
         while len(self._mirror) <= block:
             self._mirror.append(self._arena.take())
         return self._arena.place(self._mirror[block]).bytes
 
     def _release(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
+            assert self._arena is not None, "blocks came from somewhere"
             self._arena.release(block)
 
     def table_row(self, rows: int) -> list[int]:
@@ -81,7 +85,7 @@ class ResidentSession:
         first, end = self.holdings.begin_chunk(rows)
         self.ensure_rows(end, compute)
         addresses = self.history.addresses[: blocks_of(end)].copy()
-        destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device)
+        destinations = Destinations(self._layout, first, rows, addresses, self.pages.addresses, self.state.device, self.holdings.share)
         after = (*after, *self.operations.placing)  # behind a fork or cut that fails the chunk must not count
         ready = self.holdings.submit(compute, "append ready", destinations.fill, after=after, writes=destinations.targets)
         self.holdings.chunk_open = True
@@ -164,4 +168,7 @@ class ResidentSession:
         self.holdings.check_integrity()
         assert len(set(self._mirror)) == len(self._mirror), "a mirror block is held twice"
         assert len(self._mirror) <= self.history.blocks, f"{len(self._mirror)} mirror blocks of {self.history.blocks}"
-        assert len(self._mirror) >= blocks_of(self.counts.mirrored), f"{len(self._mirror)} blocks for {self.counts.mirrored} mirrored rows"
+        mirrors = self._arena is not None
+        assert not mirrors or len(self._mirror) >= blocks_of(self.counts.mirrored), (
+            f"{len(self._mirror)} blocks for {self.counts.mirrored} mirrored rows"
+        )

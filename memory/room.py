@@ -35,13 +35,13 @@ def check_room(needs: Needs, arena: Arena, pool: Pool) -> None:
 
 def grow_tables(holdings: Holdings, tokens_max: int, undo: ExitStack) -> list[Tensor]:
     """Grow both allotments and take both tables; returns the new tables."""
-    pool, pages = holdings.pool, pages_of(tokens_max)
+    pool, pages = holdings.pool, pages_of(tokens_max, holdings.share)
     undo.callback(holdings.history.grow(blocks_of(tokens_max)))
     undo.callback(holdings.pages.grow(pages))
     tables = [pool.take(8 * blocks_of(tokens_max), "tables").view(torch.int64)]
     undo.callback(pool.give, tables[0])
     key_layers = holdings.pages.table.shape[0]
-    tables.append(pool.take(8 * key_layers * pages, "tables").view(torch.int64).view(key_layers, pages))
+    tables.append(pool.take(8 * key_layers * max(1, pages), "tables").view(torch.int64).view(key_layers, max(1, pages)))
     undo.callback(pool.give, tables[1])
     return tables
 

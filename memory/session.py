@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, STATE_FIELDS, StateField, TableField, TableLayout
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, STATE_FIELDS, StateField, TableField, TableLayout
 from memory.append import AppendChunk, blocks_of, pages_of
 from memory.arena import BlockId
 from memory.copyback import Copyback, copy_bytes, first_cause, write_state
@@ -34,7 +34,17 @@ from memory.ring import Ring
 from memory.staging import behind_fills
 from streams import Event, Stream
 
-__all__ = ["Holdings", "SessionMemory", "SessionStatistics", "Shared"]
+__all__ = ["Holdings", "Peered", "SessionMemory", "SessionStatistics", "Shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peered:
+    """A session on two devices: the memory of each, and the peer's streams (`replica.py`)."""
+
+    owner: "SessionMemory"
+    peer: "SessionMemory"
+    compute: Stream  # that the peer's part of steps begins on
+    copyback: Copyback
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,7 @@ class SessionMemory(Protocol):
     state: Tensor  # int64 [STATE_FIELDS], device; steps and copybacks write it
     hidden: Tensor  # f32 [HIDDEN_ROWS, hidden], device
     ring: Ring | None  # None when resident
+    peered: Peered | None  # of a session on two devices; what stands beside is then the owner's. None: there is one device
     device_block: Callable[[int], Tensor]  # block -> uint8 [block_bytes]; offload: only blocks from mirrored // 64 on are promised
     mirror_block: Callable[[int], Tensor]  # block -> uint8 [block_bytes] in RAM; resident: takes an arena block, may raise ArenaFull
 
@@ -147,13 +158,16 @@ class Holdings:
     """The parts both placements hold alike. Raises DoesNotFit when made and something cannot be had; nothing is held then."""
 
     def __init__(
-        self, session_id: str, tokens_max: int, store: BlockStore, keys: KeyPages, pool: Pool, hidden: int, shared: Shared = _NOTHING
-    ) -> None:
+        self, session_id: str, tokens_max: int, store: BlockStore, keys: KeyPages, pool: Pool, hidden: int, shared: Shared = _NOTHING,
+        operations: Operations | None = None,
+    ) -> None:  # fmt: skip
+        """Args: operations: what is in flight of the session on another device too; None: this is the only one."""
         assert tokens_max >= 1, f"a session of {tokens_max} tokens"
         self.session_id = session_id
         self.tokens_max = tokens_max
         self.counts = RowCounts()
-        self.operations = Operations()
+        self.operations = operations or Operations()
+        self.share = keys.share
         self.pool = pool
         self.closed = False
         self.chunk_open = False
@@ -166,7 +180,7 @@ class Holdings:
             self.history = History(store, blocks_of(tokens_max), pool, shared.blocks)
             undo.callback(self.history.close)
             pages.pop_all()  # the table's from here on
-            self.pages = PageTable(keys, pages_of(tokens_max), shared.pages)
+            self.pages = PageTable(keys, pages_of(tokens_max, keys.share), shared.pages)
             undo.callback(self.pages.close)
             self.state = pool.take(8 * STATE_FIELDS, "state").view(torch.int64)
             undo.callback(pool.give, self.state)
@@ -213,9 +227,10 @@ class Holdings:
         assert not self.closed, f"session {self.session_id} is closed"
         assert upper <= self.tokens_max, f"{upper} rows in a session of {self.tokens_max}"
         held = self.pages.pages
-        if blocks_of(upper) <= self.history.blocks and pages_of(upper) <= self.pages.pages:
+        blocks, pages = blocks_of(upper), pages_of(upper, self.share)
+        if blocks <= self.history.blocks and pages <= self.pages.pages:
             return False  # nearly every step
-        writes = [write for write in (self.history.ensure(blocks_of(upper)), self.pages.ensure(pages_of(upper))) if write is not None]
+        writes = [write for write in (self.history.ensure(blocks), self.pages.ensure(pages)) if write is not None]
         if not writes:
             return False
         written = self.submit(stream, "tables", partial(_write_all, writes), writes=[write.entries for write in writes])
@@ -227,7 +242,7 @@ class Holdings:
     def _fill_pages(self, first: int, stream: Stream) -> None:
         """Bring the keys of the present rows to the pages from `first` on, from where the session's blocks are."""
         self.keys_shed = False
-        blocks = range(PAGE_BLOCKS * first, blocks_of(self.counts.logical))
+        blocks = range(PAGE_BLOCKS * self.share.page(first), blocks_of(self.counts.logical))
         moves = key_moves(self.pages, blocks.start, [self.kept_block(block) for block in blocks])
         if moves:
             reads, writes = [source for _, source in moves], [target for target, _ in moves]
@@ -259,7 +274,7 @@ class Holdings:
     def cut(self, rows: int) -> None:
         """Let go of blocks and pages past the first `rows` rows, their memory once nothing is in flight."""
         self.history.cut(blocks_of(rows))
-        self.pages.cut(pages_of(rows))
+        self.pages.cut(pages_of(rows, self.share))
         self.operations.when_idle(self._trim)
 
     def _trim(self) -> None:
@@ -294,7 +309,7 @@ class Holdings:
         assert self.history.table[:blocks].tolist() == self.history.addresses[:blocks].tolist(), "the device's block table differs"
         assert self.pages.table[:, :pages].tolist() == self.pages.addresses[:, :pages].tolist(), "the device's page table differs"
         assert blocks * BLOCK_ROWS >= self.counts.logical, f"{blocks} blocks for {self.counts.logical} rows"
-        assert self.keys_shed or pages * PAGE_KEYS >= self.counts.logical, f"{pages} pages for {self.counts.logical} rows"
+        assert self.keys_shed or pages >= pages_of(self.counts.logical, self.share), f"{pages} pages for {self.counts.logical} rows"
         assert int(self.state[StateField.MIRRORED]) >= self.counts.mirrored, "the host counts rows that the device does not"
 
 
