@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from engine.append_cost import AppendCost
+from engine.append_rows import bring_rows, picked_rows
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingState, SamplingTable
 from engine.stage import Stage, activations_bytes
 from engine.unit import Unit
-from kernels.gather import gather_blocks, gather_rows
 from kernels.index_score import index_scores
-from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, StateField
+from kernels.layout import HIDDEN_ROWS, PAGE_KEYS, StateField
 from kernels.residual import add_norm
 from kernels.select import select
 from kernels.sparse_mla import sparse_mla_packed
@@ -158,12 +158,10 @@ class AppendRun:
             leads = self._stage.main_groups[group][0] == local
             yield Unit(partial(self._submit_write, chunk, group, local), cost.write(layer, rows))
             for start, stop in _tiles(rows, end) if leads else ():
-                select_ = partial(self._select, chunk, group, start, stop)
-                yield Unit(partial(self._submit, select_, f"append.{local}.select"), cost.select(stop - start, end))
+                yield Unit(partial(self._submit_select, chunk, group, local, start, stop), cost.select(stop - start, end))
             fetched = self._fetched.get(local)
             after = () if fetched is None else (fetched,)
-            attend = partial(self._submit, partial(self._attend, chunk, local), f"append.{local}.attend", *after)
-            yield Unit(attend, cost.attend(layer, rows, end), needs=fetched)
+            yield Unit(partial(self._submit_attend, chunk, local, *after), cost.attend(layer, rows, end), needs=fetched)
             yield Unit(partial(self._submit_forward, local), cost.forward(layer, rows), rests=True)
         yield Unit(partial(self._submit_end, chunk, last), cost.finish(rows, last), ends_chunk=True)
 
@@ -188,6 +186,12 @@ class AppendRun:
                 fetch, label = partial(self._fetch, chunk, each), f"append.{each}.fetch"
                 self._fetched[each] = self._chain.submit(self._stage.streams.prefetch, fetch, label=label, after=free)
         return self._submit(partial(self._write, chunk, local, group), f"append.{local}.write")
+
+    def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
+        return self._submit(partial(self._select, chunk, group, first, end), f"append.{local}.select")
+
+    def _submit_attend(self, chunk: AppendChunk, local: int, *after: Event[Any]) -> Event[Any]:
+        return self._submit(partial(self._attend, chunk, local), f"append.{local}.attend", *after)
 
     def _submit_forward(self, local: int) -> Event[Any]:
         self._forwarded.append(self._submit(partial(self._forward, local), f"append.{local}.forward"))
@@ -223,15 +227,7 @@ class AppendRun:
         held = self._scratch.held[local % 2]
         if held is None or held.shape[0] < end:
             self._scratch.held[local % 2] = held = torch.empty((self._end, row_bytes), dtype=torch.uint8, device=self._stage.device)
-        self._bring(chunk, local, 0, chunk.first, held)
-
-    def _bring(self, chunk: AppendChunk, local: int, first: int, end: int, held: Tensor) -> None:
-        """Gather rows [first, end) of one layer, in whole blocks from the one that holds `first`."""
-        if first < end:
-            layout, start = self._stage.layout, first // BLOCK_ROWS
-            target = held[start * BLOCK_ROWS :]
-            rows = end - start * BLOCK_ROWS
-            gather_blocks(chunk.block_addresses[start:], layout.row_offset(local), rows, layout.row.row_bytes, target)
+        bring_rows(chunk, self._stage.layout, local, 0, chunk.first, held)
 
     def _store(self, chunk: AppendChunk, layer: LayerWeights, u: Tensor, local: int, key_layer: int | None, skips: Tensor | None) -> None:
         destinations = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
@@ -265,34 +261,33 @@ class AppendRun:
             select(tile, torch.zeros_like(last), last, picks, self._selection[start:stop])
 
     def _attend(self, chunk: AppendChunk, local: int) -> None:
-        stage, model = self._stage, self._stage.model
-        layer, row, number = model.layers[local], stage.layout.row, stage.first_layer + local
+        layer, number = self._stage.model.layers[local], self._stage.first_layer + local
+        output = self._attended(chunk, local)
+        self._y = add_norm(self._x, output, layer.output_norm, layer.norm_eps, self._bad_layer, number)
+
+    def _attended(self, chunk: AppendChunk, local: int) -> Tensor:
+        """Attention's output of the heads that are here, [rows, H]."""
+        layer, layout = self._stage.model.layers[local], self._stage.layout
         if self._reads_few(chunk):
-            rows = self._picked(chunk, local)
+            rows = picked_rows(chunk, layout, local, self._selection)
         else:
             held = self._scratch.held[local % 2]
             assert held is not None, "the layer's history was fetched before"
             end = chunk.first + chunk.rows
-            self._bring(chunk, local, chunk.first, end, held)
+            bring_rows(chunk, layout, local, chunk.first, end, held)
             rows = held[:end]
         query_latent, query_rope = layer.mla.project_query(self._qr, self._cos, self._sin)
-        attended = sparse_mla_packed(query_latent, query_rope, rows, self._selection, row, model.config.scale)
-        self._y = add_norm(self._x, layer.mla.project_output(attended), layer.output_norm, layer.norm_eps, self._bad_layer, number)
+        scale = self._stage.model.config.scale
+        return layer.mla.project_output(sparse_mla_packed(query_latent, query_rope, rows, self._selection, layout.row, scale))
 
     def _forward(self, local: int) -> None:
-        model, number = self._stage.model, self._stage.first_layer + local
-        weight, eps = model.norm_after(local)
-        self._u = add_norm(self._x, model.layers[local].feed_forward(self._y), weight, eps, self._bad_layer, number)
+        self._close_layer(local, self._stage.model.layers[local].feed_forward(self._y))
 
-    def _picked(self, chunk: AppendChunk, local: int) -> Tensor:
-        """The chunk's picked rows of one layer, uint8 [rows, k, row_bytes]; zeros where a pick is unused."""
-        layout = self._stage.layout
-        row_bytes = layout.row.row_bytes
-        position = self._selection.long().clamp_min(0)
-        address = chunk.block_addresses[position // BLOCK_ROWS] + position % BLOCK_ROWS * row_bytes + layout.row_offset(local)
-        rows = torch.empty((*position.shape, row_bytes), dtype=torch.uint8, device=position.device)
-        gather_rows(torch.where(self._selection >= 0, address, 0).flatten(), row_bytes, rows.view(-1, row_bytes))
-        return rows
+    def _close_layer(self, local: int, branch: Tensor) -> None:
+        """The residual sum behind the MLP, [rows, H], and the norm of what reads it next."""
+        weight, eps = self._stage.model.norm_after(local)
+        number = self._stage.first_layer + local
+        self._u = add_norm(self._x, branch, weight, eps, self._bad_layer, number)
 
     def _finish(self, chunk: AppendChunk, last: bool) -> None:
         """MTP rows of the chunk, the hidden states to keep, and after the last chunk the first token."""

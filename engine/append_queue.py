@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.append import AppendOutput, AppendRun, Scratch
+from engine.pair_append import PairAppend, PairSyntheticRun
 from engine.request import Request
 from engine.scheduler import Turns
 from engine.stage import Stage
@@ -57,9 +58,11 @@ class AppendQueue:
         if history is None:
             first, own = memory.counts.logical, request.appended
             tokens = own if first + len(own) == len(session.tokens) else session.tokens[first:]  # a million are not copied
-            append = AppendRun(self._stage, memory, tokens, request.state, session.id, scratch)
+            run = AppendRun if self._stage.peer is None else PairAppend
+            append = run(self._stage, memory, tokens, request.state, session.id, scratch)
         else:
-            append = SyntheticRun(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history, scratch)
+            made_up = SyntheticRun if self._stage.peer is None else PairSyntheticRun
+            append = made_up(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history, scratch)
         request.append = append
         self._units[request] = append.units()
         self.requests.append(request)

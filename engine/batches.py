@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from engine.decode import DecodeStep
+from engine.pair_decode import decode_step
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
@@ -77,7 +78,7 @@ class Batches:
         if found is None:
             table = StepTable(places, self._stage.table_layout, self._stage.device)
             sampling = SamplingTable(places, self._stage.device, rows=rows)
-            found = self._buckets[key] = Bucket(DecodeStep(self._stage, *key), table, sampling)
+            found = self._buckets[key] = Bucket(decode_step(self._stage, *key), table, sampling)
         return found
 
     def submit(self, members: tuple[Request, ...], depth: int, previous: Flight | None) -> Flight:
@@ -137,6 +138,7 @@ class Batches:
 
         # A replay is over when compute is; of a failed step that was issued anew, something may still read the table on another stream.
         after = () if bucket.step.recorded else self._stage.streams.fences()
+        after = (*after, *bucket.step.rewrite_peer([memory for memory in memories if memory is not None], rows, after=after))
         bucket.written = self._stage.streams.compute.submit(rewrite, label="table.rewrite", after=after)
         return bucket.written
 

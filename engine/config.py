@@ -23,6 +23,7 @@ class EngineConfig:
     """Settings of one engine. Byte sizes are ints; 0 means auto. Raises BadSetting naming the field."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    peer: str = ""  # a second device that takes half of each layer: cpu (tests), cuda:1; "": none
     placement: Literal["offload", "resident"] = "offload"
     hot_rows: int = 0  # hot slots a session and selection group; 0: auto (32,768, and more while device memory is to spare)
     host_memory_bytes: int = 0  # arena; 0: half of what is available
@@ -61,8 +62,8 @@ class EngineConfig:
                 raise BadSetting(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.draft_depth is not None and not 0 <= self.draft_depth <= DRAFT_DEPTH_MAX:
             raise BadSetting(f"draft_depth must be auto or between 0 and {DRAFT_DEPTH_MAX}, not {self.draft_depth}")
-        if self.mirror_replicas == 2:
-            raise BadSetting("mirror_replicas 2 needs a peer device, which is not built yet; use 1")
+        if self.mirror_replicas == 2 and not self.peer:
+            raise BadSetting("mirror_replicas 2 needs a second device: give --peer, or use 1")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32", "e4m3"), "load_format": ("auto", "random"),

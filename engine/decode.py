@@ -26,7 +26,8 @@ from engine.chain import Chain
 from engine.draft import Drafter, Judged
 from engine.rows import Copies, Destinations, store, store_input
 from engine.sampling_table import SamplingTable
-from engine.stage import Stage, StageStreams
+from engine.stage import Stage
+from engine.stage_streams import StageStreams
 from engine.step_output import StepEvents, StepOutput
 from kernels.gather import Unwritten
 from kernels.locate import locate_new
@@ -36,6 +37,7 @@ from kernels.selection import Scratch, select_places
 from kernels.step import keep_logits, load_hidden, store_hidden
 from kernels.verify import accept_rows, spread_rows
 from memory.rounds import Picked, Query
+from memory.session import SessionMemory
 from memory.staging import landing
 from memory.table import StepTable
 from streams import Event
@@ -75,7 +77,8 @@ class DecodeStep:
         self._hidden_before = states(places, config.hidden)
         self._x, self._u = states(count, config.hidden), states(count, config.hidden)
         self._qr = states(count, config.query_latent)
-        self._query = Query(states(count, config.heads, config.latent), states(count, config.heads, config.rope), config.scale)
+        heads = stage.model.layers[0].mla.key_up.shape[0]  # a peer has the others
+        self._query = Query(states(count, heads, config.latent), states(count, heads, config.rope), config.scale)
         self._y, self._routed, self._shared = (states(count, config.hidden) for _ in range(3))
         self._input, self._latent, self._asked = self._u, self._qr, self._query  # see _keep
         self._fed, self._branch, self._beside = self._y, self._routed, self._shared
@@ -126,29 +129,36 @@ class DecodeStep:
         name = self._stage.streams.compute.name
 
         def issue(stream_of: Callable[[str], Any]) -> None:
-            streams = self._stage.streams
-            recording = StageStreams(
-                *(stream_of(each.name) for each in (streams.compute, streams.selection, streams.prefetch, streams.copyback))
-            )
-            self._issue(Chain("", ()), recording, table, sampling)
+            self._issue(Chain("", ()), self._stage.streams.renewed(stream_of), table, sampling)
 
         self._replay = recorder.record(issue, name)
 
     def _issue(self, chain: Chain, streams: StageStreams, table: StepTable, sampling: SamplingTable) -> Event[Any]:
         """Submit everything a step does on the device; returns its last event."""
-        chain.submit(
+        begun = chain.submit(
             streams.compute,
             lambda: self._begin(table),
             label="step.begin",
             writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
+        self._begun(chain, streams, begun)
         for group, layers in enumerate(self._stage.main_groups):
             self._issue_group(chain, streams, table, group, layers)
         finished = chain.submit(
             streams.compute, lambda: self._finish(table, sampling), label="step.finish",
             writes=(self._logits, self._outcome, self._next_of),
         )  # fmt: skip
-        return finished if self._drafter is None else self._drafter.issue(chain, streams.compute, table, sampling)
+        return finished if self._drafter is None else self._drafter.issue(chain, streams, table, sampling)
+
+    def _begun(self, chain: Chain, streams: StageStreams, begun: Event[Any]) -> None:
+        """The step has begun here: what of it begins on another device."""
+
+    def rewrite_peer(
+        self, memories: Sequence[SessionMemory], rows: Sequence[int], *, after: Sequence[Event[Any]]
+    ) -> tuple[Event[None], ...]:  # fmt: skip
+        """Before another table is in force: name the same places at the peer, if there is one. Returns what the owner's rewrite follows."""
+        del memories, rows, after
+        return ()
 
     def abort(self, table: StepTable, *, session: str) -> Event[None]:
         """After a failed step: unmap every slot its plans assigned, so that no slot claims a row it may not hold."""
@@ -232,7 +242,9 @@ class DecodeStep:
         model.embed(self._tokens, out=self._x)
         self._input = self._keep(self._u, model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
-        self._destinations = Destinations(*locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions))
+        self._destinations = Destinations(
+            *locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions, stage.share)
+        )  # fmt: skip
         if model.mtp is not None:
             self._write_mtp(table)
 

@@ -17,8 +17,10 @@ def device_of(config: EngineConfig) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if present and config.device != "cpu" else torch.device("cpu")
 
 
-def streams_of(device: torch.device, observer: Observer | None, *, timed: bool = False) -> Backend:
-    """The device's own streams. Args: timed: see `DeviceBackend`."""
+def streams_of(
+    device: torch.device, observer: Observer | None, *, timed: bool = False, peer: torch.device | None = None
+) -> Backend:  # fmt: skip
+    """The device's own streams, and those of a stage's peer. Args: timed: see `DeviceBackend`."""
     if device.type == "cpu":
         return CpuBackend(observer)
     from streams.device import DeviceBackend
@@ -26,4 +28,4 @@ def streams_of(device: torch.device, observer: Observer | None, *, timed: bool =
     # Sums of a row must not depend on how a library splits them, nor be rounded to less than the dtype says.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return DeviceBackend(device, observer, timed=timed)
+    return DeviceBackend(device, observer, timed=timed, elsewhere={} if peer is None else {".peer.": peer})

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from engine.chain import Chain
+from engine.peer_drafts import PeerDrafts
 from engine.rows import Destinations, store
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from engine.stage_streams import StageStreams
 from kernels.layout import TableField
 from kernels.locate import locate_new
 from kernels.residual import add_norm
@@ -37,7 +39,7 @@ from kernels.sparse_mla import sparse_mla_packed
 from kernels.verify import keep_drafts
 from memory.rounds import Picked, Query
 from memory.table import StepTable
-from streams import Event, Stream
+from streams import Event
 
 __all__ = ["Drafter", "Judged"]
 
@@ -88,18 +90,29 @@ class Drafter:
         self._compact = torch.zeros((copied, config.top_k, row_bytes), dtype=torch.uint8, device=device)
         self._unused = torch.full((places,), -1, dtype=torch.int64, device=device)  # a draft that is not finite is only a bad guess
         self._drafts = torch.zeros((places, depth), dtype=torch.int64, device=device)
+        self.peer: PeerDrafts | None = None  # has its share of the block's keys
 
-    def issue(self, chain: Chain, compute: Stream, table: StepTable, sampling: SamplingTable) -> Event[Any]:
+    def issue(self, chain: Chain, streams: StageStreams, table: StepTable, sampling: SamplingTable) -> Event[Any]:
         """Submit the whole round; returns its last event."""
-        chain.submit(compute, lambda: self._extend(table.tensor), label="draft.extend", writes=(self._x, self._position))
-        last: Event[Any] | None = None
+        compute = streams.compute
+        last: Event[Any] = chain.submit(
+            compute, lambda: self._extend(table.tensor), label="draft.extend", writes=(self._x, self._position)
+        )  # fmt: skip
+        if self.peer is not None:
+            self.peer.extend(chain, streams, last)
         for depth in range(self._depth):
+            after: tuple[Event[Any], ...] = ()
+            if self.peer is not None and self._selects(depth):
+                asked = chain.submit(compute, partial(self._ask, depth, table.tensor), label=f"draft.{depth}.ask")
+                after = (self.peer.choose(chain, streams, depth, asked),)
             work = partial(self._draft, depth, table.tensor, sampling)
-            last = chain.submit(
-                compute, work, label=f"draft.{depth}", writes=(self._x, self._position, self._plan.selection, self._compact, self._drafts)
-            )
-        assert last is not None, "a drafter drafts at least one token"
+            writes = (self._x, self._position, self._plan.selection, self._compact, self._drafts)
+            last = chain.submit(compute, work, label=f"draft.{depth}", after=after, writes=writes)
         return last
+
+    def _selects(self, depth: int) -> bool:
+        """Whether the rows of that depth make a selection of their own."""
+        return depth == 0 or not self._shares
 
     def clear(self, table: StepTable) -> None:
         """After a failed step: unmap the slots that the last plan assigned."""
@@ -111,24 +124,41 @@ class Drafter:
         torch.where(table[:, TableField.ROWS] > self._rows_below, self._places, self._no_place, out=self._place_of)
         x = stage.model.mtp_input(judged.samples, self._hidden())
         slots = judged.positions + 1
-        self._store(table, x, judged.next_of, slots)
+        to = self._store(table, x, judged.next_of, slots)
+        if self.peer is not None:
+            self.peer.extended = (judged.next_of, slots, to)
         last = self._rows_before + (judged.accepted - 1).clamp_min(0)
         torch.index_select(x, 0, last, out=self._x)
         torch.index_select(slots, 0, last, out=self._position)
 
-    def _store(self, table: Tensor, x: Tensor, place_of: Tensor, slots: Tensor) -> None:
-        """Write rows and keys of MTP inputs x [n, H] to `slots`, int64 [n]."""
+    def _store(self, table: Tensor, x: Tensor, place_of: Tensor, slots: Tensor) -> Destinations:
+        """Write rows and keys of MTP inputs x [n, H] to `slots`, int64 [n]; returns where that was."""
         stage, layer = self._stage, self._block.layer
-        destinations = Destinations(*locate_new(table, stage.table_layout, stage.layout, place_of, slots))
+        destinations = Destinations(*locate_new(table, stage.table_layout, stage.layout, place_of, slots, stage.share))
         store(layer, layer.attention_input(x), stage.model.rope(slots), stage.layout, stage.mtp_layer, self._group, destinations)
+        return destinations
+
+    def _ask(self, depth: int, table: Tensor) -> None:
+        """Store the rows of the chain where they are stored, and make what they ask with."""
+        stage, layer = self._stage, self._block.layer
+        to: Destinations | None = None
+        if depth > 0 and not self._shares:
+            to = self._store(table, self._x, self._place_of[depth], self._position)
+        u = layer.attention_input(self._x)
+        latent = layer.mla.project_latent(u)
+        cos, sin = stage.model.rope(self._position)
+        self._query = Query(*layer.mla.project_query(latent, cos, sin), stage.model.config.scale)
+        if self._selects(depth):
+            self._asked = layer.full_indexer.index_query(u, latent, cos, sin)
+            if self.peer is not None:
+                self.peer.written, self.peer.asked = (self._place_of[depth], self._position, to), self._asked
 
     def _draft(self, depth: int, table: Tensor, sampling: SamplingTable) -> None:
         """One draft a place from the chain's rows `_x` at slots `_position`, and the rows of the next."""
         model, block = self._stage.model, self._block
-        place_of = self._place_of[depth]
-        if depth > 0 and not self._shares:
-            self._store(table, self._x, place_of, self._position)
-        attended = self._attend(depth, table, place_of)
+        if self.peer is None or not self._selects(depth):
+            self._ask(depth, table)
+        attended = self._attend(depth, table, self._place_of[depth])
         y = add_norm(
             self._x, block.layer.mla.project_output(attended), block.layer.output_norm, block.layer.norm_eps, self._unused, 0
         )  # fmt: skip
@@ -143,17 +173,15 @@ class Drafter:
 
     def _attend(self, depth: int, table: Tensor, place_of: Tensor) -> Tensor:
         """Attention of the chain's rows over the block's own selection, [places, heads, R]."""
-        stage, plan, layer = self._stage, self._plan, self._block.layer
-        u = layer.attention_input(self._x)
-        latent = layer.mla.project_latent(u)
-        cos, sin = stage.model.rope(self._position)
-        query = Query(*layer.mla.project_query(latent, cos, sin), stage.model.config.scale)
+        stage, plan, query = self._stage, self._plan, self._query
         if depth > 0 and self._shares and self._compact.numel():
             return sparse_mla_packed(query.latent, query.rope, self._compact, plan.selection, stage.layout.row, query.scale)
-        if depth == 0 or not self._shares:
-            asked, head_weights = layer.full_indexer.index_query(u, latent, cos, sin)
+        if self._selects(depth):
             key, scratch, group = stage.layout.key, self._judged.scratch, self._group
-            select_places(table, group, place_of, self._position, asked, head_weights, key, 1, plan.selection, scratch)
+            if self.peer is None:
+                select_places(table, group, place_of, self._position, *self._asked, key, 1, plan.selection, scratch)
+            else:
+                self.peer.select(table, place_of, self._position, key, plan.selection, scratch)
             if depth > 0:
                 begin_round(table)
             stage.rounds.plan(table, group, place_of, self._judged.mirrored, plan)

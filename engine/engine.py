@@ -29,7 +29,8 @@ from engine.instruments import Instruments
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
-from engine.opening import name_of, stage_for, storing, tape_at
+from engine.opening import name_of, parts_of, stage_for, storing, tape_at
+from engine.peer_opening import check_peer
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.reads import Reads
@@ -103,18 +104,19 @@ class Engine:
             raise BadSetting("python -O removes the checks that protect the rows; run without it")
         config = config or EngineConfig()
         device = device_of(config)
+        peer = check_peer(device, config)
         directory = Path(model)
         load = functools.partial(
             load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
             device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
         )  # fmt: skip
-        held = await asyncio.to_thread(load) if weights is None else weights
+        held, peers = await asyncio.to_thread(parts_of, load, weights, peer)
         tape = None if backend is not None or not config.tape else tape_at(config.tape)
-        owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder)
+        owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder, peer=peer)
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or held.config.context_max, held.config.context_max)
-        stage = await stage_for(held, config, streams, context_max)
+        stage = await stage_for(held, config, streams, context_max, peers)
         engine = cls(
             config, stage, name=name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
@@ -140,8 +142,7 @@ class Engine:
             await engine.grammars.close()
         if owned is None:
             await stage.streams.idle()  # closed sessions hold their memory until their last operation is done
-        stage.placement.close()
-        stage.arena.close()
+        stage.close()
 
     @property
     def running(self) -> Callable[[], AbstractAsyncContextManager[None]]:

@@ -2,19 +2,22 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
 from engine.model.glm import Model
+from engine.model.split import PeerModel, Splitter, split_model
 from engine.running_tape import RunningTape
 from engine.stage import Stage, open_stage
 from engine.stored import Storing
 from streams import Backend
 
-__all__ = ["name_of", "stage_for", "storing", "tape_at"]
+__all__ = ["name_of", "parts_of", "stage_for", "storing", "tape_at"]
 
 _log = structlog.get_logger("engine")
 
@@ -32,17 +35,33 @@ def name_of(directory: Path) -> str:
     return directory.absolute().resolve().name
 
 
-async def stage_for(weights: Model, config: EngineConfig, streams: Backend, context_max: int) -> Stage:
+def parts_of(load: Callable[..., Model], weights: Model | None, peer: torch.device | None) -> tuple[Model, PeerModel | None]:
+    """The weights that `load` reads, unless some were loaded before: whole, or what the stage's device and its peer have of them.
+
+    Raises BadSetting: they cannot be cut; and what `load` raises.
+    """
+    if peer is None:
+        return weights or load(), None
+    if weights is not None:
+        return split_model(weights, peer)
+    splitter = Splitter(peer)
+    owner = load(part_of=splitter.take)
+    return owner, splitter.peer_of(owner)
+
+
+async def stage_for(
+    weights: Model, config: EngineConfig, streams: Backend, context_max: int, peer: PeerModel | None = None
+) -> Stage:  # fmt: skip
     """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
     if weights.device.type == "cpu":
-        return open_stage(weights, config, streams, context_max=context_max)
+        return open_stage(weights, config, streams, context_max=context_max, peer=peer)
     started = time.monotonic()
 
     def told(blocks: int, blocks_max: int) -> None:
         if blocks == blocks_max:
             _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
 
-    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, progress=told)
+    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, peer=peer, progress=told)
 
 
 def tape_at(name: str) -> RunningTape:

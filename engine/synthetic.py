@@ -136,9 +136,14 @@ class SyntheticRun(AppendRun):
         chain.submit(streams.compute, partial(self._fill_rows, chunk), label="history.rows")
         chain.submit(streams.compute, partial(self._fill_keys, chunk), label="history.keys")
         done = chain.submit(streams.compute, partial(self._fill_hidden, chunk), label="history.hidden")
-        finished = chunk.finish(streams.compute, stage.copyback, done)
+        finished = chunk.finish(streams.compute, stage.copyback, self._everywhere(chain, chunk, done))
         self._chunk = None
         return finished
+
+    def _everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
+        """Bring what was filled to wherever else the session's rows are. Returns what the chunk ends behind."""
+        del chain, chunk
+        return done
 
     def _drawn(self, layers: Tensor, kind: int, positions: Tensor, columns: int) -> Tensor:
         """Values of one kind for several layers at once, [layers, n, columns]: one draw a chunk, not one a layer."""

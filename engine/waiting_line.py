@@ -19,10 +19,8 @@ from engine.scheduler import Turns, in_turn
 from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import Beginning, StoredSessions
-from kernels.layout import BLOCK_ROWS, PAGE_KEYS
-from memory.allotment import kept_for_cut
-from memory.append import blocks_of, pages_of
 from memory.errors import DoesNotFit
+from memory.room import kept_for_cuts
 from memory.session import SessionMemory
 
 __all__ = ["WaitingLine"]
@@ -165,9 +163,7 @@ class WaitingLine:
         elif begins.in_place:
             memory = begins.source.memory
             assert memory is not None, f"{begins.source!r} was found for its rows"
-            blocks = kept_for_cut(memory.history.allotment, begins.rows // BLOCK_ROWS, blocks_of(tokens_max))
-            pages = kept_for_cut(memory.pages.allotment, begins.rows // PAGE_KEYS, pages_of(tokens_max))
-            with blocks, pages:
+            with kept_for_cuts(memory, begins.rows, tokens_max):
                 placement.grow(memory, tokens_max)
             if begins.rows < memory.counts.logical:
                 memory.truncate(begins.rows, stage.streams.compute)

@@ -1,12 +1,13 @@
 """What both placements do when a session is opened or grows: whether it fits, its tables, what it shares. Holds nothing."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
-from kernels.layout import BlockLayout
+from kernels.layout import BLOCK_ROWS, PAGE_KEYS, BlockLayout
+from memory.allotment import kept_for_cut
 from memory.append import blocks_of, pages_of
 from memory.arena import Arena
 from memory.errors import DoesNotFit
@@ -14,9 +15,21 @@ from memory.history import BlockStore
 from memory.keys import KeyPages
 from memory.needs import Needs
 from memory.pool import Pool, allocated
-from memory.session import Holdings, Shared
+from memory.session import Holdings, SessionMemory, Shared
 
-__all__ = ["check_room", "check_still", "grow_tables", "let_go", "tables_bytes", "units_bytes", "use_tables"]
+__all__ = ["check_room", "check_still", "grow_tables", "kept_for_cuts", "let_go", "tables_bytes", "units_bytes", "use_tables"]
+
+
+@contextmanager
+def kept_for_cuts(session: SessionMemory, rows: int, tokens_max: int) -> Iterator[None]:
+    """`allotment.kept_for_cut` of blocks and pages, on every device, for a cut to `rows` rows behind a `grow` to `tokens_max`."""
+    parts = (session,) if session.peered is None else (session.peered.owner, session.peered.peer)
+    with ExitStack() as kept:
+        for part in parts:
+            share = part.pages.store.share
+            kept.enter_context(kept_for_cut(part.history.allotment, rows // BLOCK_ROWS, blocks_of(tokens_max)))
+            kept.enter_context(kept_for_cut(part.pages.allotment, share.pages(rows // PAGE_KEYS), pages_of(tokens_max, share)))
+        yield
 
 
 def units_bytes(layout: BlockLayout, shared: Shared, block_bytes: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ Invariants:
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class DeviceStream(QueuedStream):
 
     def __init__(self, backend: "DeviceBackend", name: str, queue_max: int, priority: int) -> None:
         super().__init__(backend, name, queue_max)
-        self.stream = torch.cuda.Stream(backend.device, priority=priority)
+        self.stream = torch.cuda.Stream(backend.device_of(name), priority=priority)
         self._no_grad = torch.no_grad()  # one for all launches: making it costs as much as entering it
         self.outstanding: deque[_DeviceOperation[Any]] = deque()  # launched, not settled
         self._device_backend = backend
@@ -131,12 +131,17 @@ class DeviceStream(QueuedStream):
 
 
 class DeviceBackend(QueuedBackend[DeviceStream]):
-    """Streams of one device, polled from the loop that first submits to them."""
+    """Streams of one device, or of several of one process, polled from the loop that first submits to them."""
 
-    def __init__(self, device: torch.device | str = "cuda", observer: Observer | None = None, *, timed: bool = False) -> None:
-        """Args: timed: markers keep the device's time, for an observer that compares them."""
+    def __init__(
+        self, device: torch.device | str = "cuda", observer: Observer | None = None, *, timed: bool = False,
+        elsewhere: Mapping[str, torch.device] | None = None,
+    ) -> None:  # fmt: skip
+        """Args: timed: markers keep the device's time, for an observer that compares them. elsewhere: other devices, by what the names of
+        their streams contain."""
         super().__init__(RealClock(), observer)
         self.device = torch.device(device)
+        self._elsewhere = dict(elsewhere or {})
         self.timed = timed
         self.lost: DeviceLost | None = None
         self.launch_ns = 0  # the loop's time in launching work, so far
@@ -146,6 +151,10 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
         self._resting: asyncio.TimerHandle | None = None
         self._pace = Pace()
         self._turn: list[DeviceStream] = []
+
+    def device_of(self, name: str) -> torch.device:
+        """Where the stream of that name is."""
+        return next((device for part, device in self._elsewhere.items() if part in name), self.device)
 
     def open_stream(self, name: str, queue_max: int) -> DeviceStream:
         """See `QueuedBackend.open_stream`. Decode's streams run before bulk work: everything but copies, transfers and what an append

@@ -19,6 +19,8 @@ from engine.archive.manifest import KeysAs, RowsAs
 from engine.archive.parts import Part
 from engine.model.glm import Model
 from engine.model.layer import LayerWeights
+from engine.model.moe import DenseWeights
+from engine.model.split import PeerLayer
 from engine.model.weights import Weight
 from engine.stage import Stage
 from kernels.layout import BlockLayout
@@ -68,7 +70,7 @@ def identity_of(stage: Stage, *, model: str, tokenizer: str, template: str, cont
     row, key = layout.row, layout.key
     return Identity(
         architecture=config.fingerprint(), model=model, main_layers=config.layers, indexer_layers=full, first_layer=stage.first_layer,
-        layers=layout.layers, with_mtp=with_mtp, weights=tuple(_weights_checksum(layer) for layer in weights.row_layers),
+        layers=layout.layers, with_mtp=with_mtp, weights=tuple(map(_weights_checksum, weights.row_layers, _peer_layers(stage))),
         tokenizer=tokenizer, template=template,
         rows_as=RowsAs(row.encoding, row.latent, row.rope, row.row_bytes), keys_as=KeysAs(key.encoding, key.width, key.key_bytes),
         hidden_width=config.hidden, vocabulary=config.vocabulary, context_max=context_max,
@@ -85,14 +87,30 @@ def _parts(model: Model, layout: BlockLayout, full: tuple[int, ...]) -> tuple[Pa
     return rows, Part("keys", layout.key_offset(headless), before, layout.key_layers - headless, key.key_bytes, key.scale_bytes)
 
 
-def _weights_checksum(layer: LayerWeights) -> str:
-    """xxh3_128 of the sample of one layer's weights."""
+def _peer_layers(stage: Stage) -> list[PeerLayer | None]:
+    """The peer's part of each layer that keeps rows; of the MTP block it has none."""
+    whole: list[PeerLayer | None] = [None] * len(stage.model.row_layers)
+    return whole if stage.peer is None else [*stage.peer.model.layers, *whole[len(stage.peer.model.layers) :]]
+
+
+def _weights_checksum(layer: LayerWeights, peer: PeerLayer | None) -> str:
+    """xxh3_128 of the sample of one layer's weights, the same wherever parts of it lie."""
     mla = layer.mla
-    sampled = (layer.input_norm, layer.output_norm, mla.query_down, mla.query_norm, mla.row_down, mla.row_norm, mla.output, layer.mlp.down)
+    sampled = (layer.input_norm, layer.output_norm, mla.query_down, mla.query_norm, mla.row_down, mla.row_norm)
+    rows = [_first_row(weight) for weight in sampled]
+    others = (None, None) if peer is None else (peer.heads.output, _dense_down(peer))
+    for own, its in zip((mla.output, layer.mlp.down), others, strict=True):
+        row = _first_row(own)
+        rows.append(row if its is None else torch.cat([row, _first_row(its).to(row.device)]))
     digest = xxhash.xxh3_128()
-    for weight in sampled:
-        digest.update(_first_row(weight).to(torch.bfloat16).cpu().view(torch.uint8).numpy().tobytes())
+    for row in rows:
+        digest.update(row.to(torch.bfloat16).cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _dense_down(peer: PeerLayer) -> Weight | None:
+    """The rest of a dense layer's row; the first expert is the owner's, whole."""
+    return peer.mlp.down if isinstance(peer.mlp, DenseWeights) else None
 
 
 def _first_row(weight: Weight) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.place import on_cpu
 from kernels.step import reference
 
-__all__ = ["keep_logits", "load_hidden", "store_hidden"]
+__all__ = ["follow_rows", "keep_logits", "load_hidden", "store_hidden"]
 
 
 def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor) -> None:
@@ -56,3 +56,19 @@ def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> N
         from kernels.step import kernel
 
         kernel.keep_logits(logits, out, bad_layer, layer)
+
+
+def follow_rows(table: Tensor, positions: Tensor, mirrored: Tensor) -> None:
+    """Begin a step at a peer, whose query rows are known: LOGICAL becomes the position of each place's first, and MIRRORED is read.
+
+    positions  [places * R]  int64  device
+    mirrored   [places]      int64  device  written in full: rounded down to whole blocks, as `kernels/verify` does; 0 for a free place
+    """
+    assert positions.shape[0] % table.shape[0] == 0, f"{positions.shape[0]} rows of {table.shape[0]} places"
+    assert mirrored.shape[0] == table.shape[0], f"{tuple(mirrored.shape)} counts for {table.shape[0]} places"
+    if on_cpu("follow_rows", table):
+        reference.follow_rows(table, positions, mirrored)
+    else:
+        from kernels.step import kernel
+
+        kernel.follow_rows(table, positions, mirrored)

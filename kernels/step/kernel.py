@@ -7,14 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import HIDDEN_ROWS, TableField, TableLayout
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, StateField, TableField, TableLayout
 
-__all__ = ["keep_logits", "load_hidden", "store_hidden"]
+__all__ = ["follow_rows", "keep_logits", "load_hidden", "store_hidden"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 HIDDEN = tl.constexpr(TableField.HIDDEN)
 H_ROWS = tl.constexpr(HIDDEN_ROWS)
+STATE = tl.constexpr(TableField.STATE)
+LOGICAL = tl.constexpr(StateField.LOGICAL)
+MIRRORED = tl.constexpr(StateField.MIRRORED)
+B_ROWS = tl.constexpr(BLOCK_ROWS)
 FLOAT32 = tl.constexpr(tl.pointer_type(tl.float32))
+INT64 = tl.constexpr(tl.pointer_type(tl.int64))
 
 
 @triton.jit
@@ -63,7 +68,19 @@ def _keep_logits(logits, out, bad_layer, logits_stride, layer, WIDTH: tl.constex
     tl.store(bad_layer + row, first * 0 + layer, mask=(infinite > 0) & (first < 0))
 
 
+@triton.jit
+def _follow_rows(table, positions, mirrored, places, EACH: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < places
+    fields, live = _live_fields(table, place, inside, FIELDS)
+    state = tl.load(fields + STATE, mask=live, other=0).to(INT64)
+    tl.store(state + LOGICAL, tl.load(positions + place * EACH, mask=live, other=0), mask=live)
+    rows = tl.load(state + MIRRORED, mask=live, other=0)
+    tl.store(mirrored + place, tl.where(live, rows // B_ROWS * B_ROWS, 0), mask=inside)
+
+
 HIDDEN_TILE = 1024
+PLACES_BLOCK = 32
 LOGITS_TILE = 2048
 
 
@@ -100,10 +117,20 @@ def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> N
         _keep_logits[grid](logits, out, bad_layer, logits.stride(0), layer, width, LOGITS_TILE)
 
 
+def follow_rows(table: Tensor, positions: Tensor, mirrored: Tensor) -> None:
+    """See kernels/step. One launch; capturable."""
+    places, each = table.shape[0], positions.shape[0] // table.shape[0]
+    _follow_rows[(triton.cdiv(places, PLACES_BLOCK),)](
+        table, positions, mirrored, places, EACH=each, FIELDS=table.shape[1], BLOCK=PLACES_BLOCK
+    )
+
+
 _TABLE = {"table": "*i64", "place_of": "*i32", "FIELDS": TableLayout(22).fields}
 _HIDDEN = {**_TABLE, "positions": "*i64", "WIDTH": 6144, "ALIGNED": 16, "TILE": HIDDEN_TILE}
 _LOGITS = {"out": "*fp32", "bad_layer": "*i64", "logits_stride": "i32", "layer": "i32", "WIDTH": 154880, "TILE": LOGITS_TILE}
+_FOLLOW = {"table": "*i64", "positions": "*i64", "mirrored": "*i64", "places": "i32", "BLOCK": PLACES_BLOCK}
 COMPILE = [
+    (_follow_rows, {**_FOLLOW, "EACH": 4, "FIELDS": TableLayout(22).fields}),
     (_load_hidden, {**_HIDDEN, "out": "*bf16", "place_stride": 1, "position_stride": 1}),
     (_load_hidden, {**_HIDDEN, "out": "*fp32", "place_stride": "i32", "position_stride": "i32", "WIDTH": 48}),
     (_store_hidden, {**_HIDDEN, "hidden": "*bf16"}),

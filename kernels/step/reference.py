@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels.address import tensor_at
-from kernels.layout import HIDDEN_ROWS, TableField
+from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, STATE_FIELDS, StateField, TableField
 
-__all__ = ["keep_logits", "load_hidden", "store_hidden"]
+__all__ = ["follow_rows", "keep_logits", "load_hidden", "store_hidden"]
 
 
 def load_hidden(table: Tensor, place_of: Tensor, positions: Tensor, out: Tensor) -> None:
@@ -41,3 +41,14 @@ def keep_logits(logits: Tensor, out: Tensor, bad_layer: Tensor, layer: int) -> N
     out.copy_(logits)
     bad = ~torch.isfinite(out).all(-1)
     bad_layer.copy_(torch.where(bad & (bad_layer < 0), layer, bad_layer))
+
+
+def follow_rows(table: Tensor, positions: Tensor, mirrored: Tensor) -> None:
+    """See the package page."""
+    each = positions.shape[0] // table.shape[0]
+    for place in range(table.shape[0]):
+        mirrored[place] = 0
+        if int(table[place, TableField.ROWS]) > 0:
+            state = tensor_at(int(table[place, TableField.STATE]), (STATE_FIELDS,), torch.int64)
+            state[StateField.LOGICAL] = positions[place * each]
+            mirrored[place] = state[StateField.MIRRORED] // BLOCK_ROWS * BLOCK_ROWS

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.layout import HIDDEN_ROWS, TableField, TableLayout
-from kernels.step import keep_logits, load_hidden, store_hidden
+from kernels.layout import HIDDEN_ROWS, STATE_FIELDS, StateField, TableField, TableLayout
+from kernels.step import follow_rows, keep_logits, load_hidden, store_hidden
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,6 +19,21 @@ def test_broken_logits_are_flagged_once(dtype: torch.dtype, value: float) -> Non
     keep_logits(logits, kept, bad_layer, 7)
     assert torch.equal(kept.nan_to_num(1.5), logits.float().nan_to_num(1.5))
     assert bad_layer.tolist() == [-1, 7, 2, -1]
+
+
+def test_a_peer_follows_what_the_owner_laid_out() -> None:
+    """LOGICAL becomes the place's first position, MIRRORED is read down to whole blocks, a free place is left alone and reads 0."""
+    states = torch.arange(3 * STATE_FIELDS).view(3, STATE_FIELDS).clone()
+    states[:, StateField.MIRRORED] = torch.tensor([127, 64, 500])
+    before = states.clone()
+    table = torch.zeros((3, TableLayout(1).fields), dtype=torch.int64)
+    table[:, TableField.STATE] = torch.tensor([state.data_ptr() for state in states])
+    table[:, TableField.ROWS] = torch.tensor([2, 0, 1])
+    mirrored = torch.full((3,), 9)
+    follow_rows(table, torch.tensor([130, 131, 7, 8, 70, 0]), mirrored)
+    assert mirrored.tolist() == [64, 0, 448]
+    before[0, StateField.LOGICAL], before[2, StateField.LOGICAL] = 130, 70
+    assert torch.equal(states, before)
 
 
 def test_states_are_found_again() -> None:
