@@ -10,6 +10,7 @@ and writes nothing.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -43,6 +44,7 @@ class Gap:
     during_s: tuple[float, ...] = ()
     read: int = 0  # rows of the prompt that were in place at the end
     took_s: float = 0.0  # to the prompt's first token, or to the end of the time
+    during_rows: tuple[int, ...] = ()  # of the prompt that were in place at the end of each wait
 
     @property
     def trouble(self) -> str:
@@ -66,10 +68,11 @@ class Gap:
             "stream_tokens": len(self.during_s), "longest_of_usual": self.longest_of_usual, "median_of_usual": self.median_of_usual,
         }  # fmt: skip
         if absolute(self.work.engine):
+            longest = sorted(zip(self.during_s, self.during_rows, strict=True), reverse=True)[:20]
             found |= {
                 "usual_ms": _summary(self.usual_s), "during_ms": _summary(self.during_s), "append_s": self.took_s,
                 "append_tokens_per_second": self.read / self.took_s, "stalls": sum(wait > STALL_S for wait in self.during_s),
-                "longest_waits_ms": [1e3 * wait for wait in sorted(self.during_s, reverse=True)[:20]],
+                "longest_waits_ms": [1e3 * wait for wait, _ in longest], "longest_waits_rows": [rows for _, rows in longest],
             }  # fmt: skip
         return found
 
@@ -101,6 +104,8 @@ class _Stream:
     """The running stream's tokens."""
 
     at_s: list[float] = field(default_factory=list)
+    rows_at: list[int] = field(default_factory=list)  # of the prompt that were in place when each came
+    rows: Callable[[], int] = lambda: 0  # of the prompt, now
     ended: bool = False
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -112,9 +117,16 @@ class _Stream:
             self.came.clear()
             await self.came.wait()
 
-    def waits(self, first_s: float, last_s: float) -> tuple[float, ...]:
-        """Between its tokens; those that lie, also in part, between two moments."""
-        return tuple(later - before for before, later in pairwise(self.at_s) if later > first_s and before < last_s)
+    def take(self, tokens: int) -> None:
+        """So many came now."""
+        self.at_s.extend([time.perf_counter()] * tokens)
+        self.rows_at.extend([self.rows()] * tokens)
+        self.came.set()
+
+    def waits(self, first_s: float, last_s: float) -> tuple[tuple[float, int], ...]:
+        """Between its tokens, and rows of the prompt at the end; those that lie, also in part, between two moments."""
+        found = zip(pairwise(self.at_s), self.rows_at[1:], strict=True)
+        return tuple((later - before, rows) for (before, later), rows in found if later > first_s and before < last_s)
 
 
 async def run_gap(work: Work, watch: Watch, piece: Piece) -> Gap:
@@ -146,8 +158,7 @@ async def _read(fleet: Fleet, stream: _Stream) -> None:
     try:
         async with engine.generate(prompt, greedy(lengths.new), session=fleet.ids[0]) as generation:
             async for chunk in generation:
-                stream.at_s.extend([time.perf_counter()] * len(chunk.token_ids))
-                stream.came.set()
+                stream.take(len(chunk.token_ids))
     finally:
         stream.ended = True
         stream.came.set()
@@ -164,8 +175,9 @@ async def _measure(engine: Engine, stream: _Stream, found: Gap, watch: Watch) ->
     await stream.tokens(first + usual)
     prompt = seeded_prompt(vocabulary, work.append_tokens, _APPEND_SEED)
     asked_s = time.perf_counter()
-    found.usual_s = stream.waits(stream.at_s[first], stream.at_s[-1])
+    found.usual_s = tuple(wait for wait, _ in stream.waits(stream.at_s[first], stream.at_s[-1]))
     async with engine.generate(prompt, greedy(behind)) as generation:
+        stream.rows = lambda: generation.progress.rows_done
         token = asyncio.ensure_future(anext(generation))
         while not token.done() and time.perf_counter() - asked_s < work.plan.limit_s and not stream.ended:
             await asyncio.wait((token,), timeout=_LOOK_S)
@@ -180,4 +192,5 @@ async def _measure(engine: Engine, stream: _Stream, found: Gap, watch: Watch) ->
             _log.warning("append.cut_short", rows=found.read, stream_ended=stream.ended, seconds=round(found.took_s, 1))
         if not stream.ended:
             await stream.tokens(len(stream.at_s) + 1)  # the wait that the end lies in
-    found.during_s = stream.waits(asked_s, ended_s)
+    during = stream.waits(asked_s, ended_s)
+    found.during_s, found.during_rows = tuple(wait for wait, _ in during), tuple(rows for _, rows in during)

@@ -171,6 +171,18 @@ async def test_a_stream_goes_on_while_a_prompt_is_read(model: Path) -> None:
     assert len(found.usual_s) >= 7
     assert len(found.during_s) >= 3  # a step beside each chunk at least
     assert found.fields()["longest_of_usual"] >= found.fields()["median_of_usual"] > 0
+    assert len(found.during_rows) == len(found.during_s)
+    assert list(found.during_rows) == sorted(found.during_rows)
+    assert {16, 32} <= set(found.during_rows) <= {0, 16, 32, 40}
+
+
+def test_the_longest_waits_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits by length, each with the rows of the prompt that were in place when it was over."""
+    monkeypatch.setattr("engine.bench.gap.absolute", lambda config: True)
+    work = Work(plan(Path("m")), small(), (Lengths(192, 8, 56, 3),), 10, (), 1, 2, 3)
+    told = Gap(work, True, (0.002,), (0.004, 0.02, 0.008), 10, 1.0, (0, 4, 10)).fields()
+    assert told["longest_waits_ms"] == pytest.approx([20, 8, 4])
+    assert told["longest_waits_rows"] == [4, 10, 0]
 
 
 @pytest.mark.slow
