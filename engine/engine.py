@@ -361,7 +361,7 @@ class Engine:
         if after and not (session.temporary and history is None):
             raise BadRequest("token ids to go on from begin a session of their own; leave session and history out", field="session")
         continues = bool(after) or self._continues(session)
-        before = await self._prompts.tokens(after, {}, continues=False) if after else []
+        before = await self._prompts.tokens(after, {}, continues=False) if after else None
         tokens = await self._prompts.tokens(prompt, template_arguments, continues=continues, held=before or session.tokens)
         tokens = before + tokens if before else tokens
         if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised

@@ -4,6 +4,7 @@ Holds the tokenizer, the chat template and the size of the vocabulary. Knows no 
 """
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ class Prompts:
 
     async def tokens(
         self, prompt: Prompt, template_arguments: Mapping[str, object], *, continues: bool, held: Sequence[int] = ()
-    ) -> list[int]:
-        """Token ids of a prompt; long texts do not hold the loop.
+    ) -> "array[int]":
+        """Token ids of a prompt, 4 bytes each as a session has them; long ones do not hold the loop.
 
         Args: continues: the session has tokens already, so what the template writes before the first turn is left out.
             held: those tokens, as far as they are known: what they begin with is not said again, be it a list of tools, nor the mark that
@@ -49,7 +50,7 @@ class Prompts:
         if continues:
             text = text.removeprefix(await self._said(arguments, held))
         token_ids = await self._checked(await self._tokenizer.encode_async(text))
-        if continues and held and token_ids[:1] == [held[-1]] and self._tokenizer.is_special(held[-1]):
+        if continues and held and token_ids and token_ids[0] == held[-1] and self._tokenizer.is_special(held[-1]):
             del token_ids[0]  # the mark that ended the last turn is the one that this turn begins with
         return token_ids
 
@@ -75,8 +76,9 @@ class Prompts:
         except BadRequest:
             return ""
 
-    async def _checked(self, ids: Sequence[int]) -> list[int]:
-        """A list of its own, checked piece by piece with turns of the loop between: a million ids at once would hold it for 0.1 s."""
+    async def _checked(self, ids: Sequence[int]) -> "array[int]":
+        """An array of its own, checked piece by piece with turns of the loop between: a million ids at once would hold it for 0.1 s."""
+        checked = array("i")
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             if not all(isinstance(token, int) for token in piece):
@@ -84,6 +86,7 @@ class Prompts:
             if min(piece) < 0 or max(piece) >= self._vocabulary:
                 token = next(token for token in piece if not 0 <= token < self._vocabulary)
                 raise BadRequest(f"token id {token} is outside the vocabulary of {self._vocabulary}", field="prompt")
+            checked.extend(piece)
             if start + _PIECE < len(ids):
                 await asyncio.sleep(0)
-        return list(ids)
+        return checked

@@ -48,13 +48,13 @@ class Request:
     """State of one generation. Built by the engine once the prompt is known."""
 
     def __init__(
-        self, request_id: str, session: Session, appended: list[int], sampling: Sampling, *, limits: Limits, seed: int,
+        self, request_id: str, session: Session, appended: Sequence[int], sampling: Sampling, *, limits: Limits, seed: int,
         eos: Sequence[int], tokenizer: Tokenizer | None,
     ) -> None:  # fmt: skip
         """Raises TooLong if the context cannot hold it behind the session's present tokens."""
         self.id = request_id
         self.session = session
-        self.appended = appended  # tokens this request adds before it generates; a million are not copied while others decode
+        self.appended = appended  # tokens this request adds before it generates, an array where there may be many
         self.sampling = sampling
         self.max_tokens = 0
         self.chunks: asyncio.Queue[Chunk | ForebayError] = asyncio.Queue()

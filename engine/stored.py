@@ -90,7 +90,7 @@ class StoredSessions:
             return
         self._changes += 1
         if self.stores:
-            self._index.put(session, session.tokens[: session.rows], session.namespace)
+            self._index.put(session, session.tokens, session.namespace, session.rows)
         self._used.pop(session, None)
         self._used[session] = None
 

@@ -1,12 +1,17 @@
 """The index of stored histories: longest match, namespaces, growth, cuts, collisions."""
 
+import asyncio
+import itertools
 import random
+from array import array
+from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import prefix
+from engine import loop_lag, prefix
 from engine.prefix import Match, PrefixIndex
 
 
@@ -102,6 +107,92 @@ def test_a_collision_gives_nobody_wrong_rows(monkeypatch: pytest.MonkeyPatch) ->
     assert histories.match([9] * 200, "") == []
 
 
+def test_a_history_of_another_pieces_hash_is_found_by_what_it_shares() -> None:
+    """Where two histories meet in one hash, the second is found up to there by its tokens, grows, is cut, and leaves without a trace."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "_chained", lambda before, piece: bytes(15) + bytes([before[-1] + 1 if before[:15] == bytes(15) else 0]))
+        histories = index()
+        histories.put("one", list(range(300)), "")
+        other = [*range(100), *range(500, 700)]
+        for length in (200, 300, 64, 250):
+            histories.put("two", other[:length], "")
+            histories.check_integrity()
+            assert Match("two", length) in histories.match([*other, 1], "")
+        histories.drop("one")
+        assert histories.match([*other, 1], "") == [Match("two", 250)]
+        histories.drop("two")
+        assert histories._keys_at == {}
+
+
+def test_pieces_follow_one_another() -> None:
+    """Pieces begin where the ones before end, from a block to many, and a million tokens have two hundred."""
+    ends = [prefix._bounds(number) for number in range(200)]
+    assert ends[0] == (0, 64)
+    assert all(before[1] == first for before, (first, _) in itertools.pairwise(ends))
+    for number, (first, end) in enumerate(ends):
+        assert (prefix._pieces_of(first), prefix._pieces_of(end - 1), prefix._pieces_of(end)) == (number, number, number + 1)
+    assert prefix._pieces_of(1 << 20) < 200
+
+
+class Read(array):  # type: ignore[type-arg]  # of ints
+    """Counts the tokens that are asked for."""
+
+    asked = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.asked += 1 if isinstance(place, int) else len(found)
+        return found
+
+
+def test_a_million_tokens_hold_the_loop_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long history is hashed two hundred times, once; a token more costs a look at two; of many that begin alike a prompt is compared
+    with one, and with the others from the last common piece on."""
+    hashed, compared = list[int](), list[int]()
+    chained, common = prefix._chained, prefix.common_length
+    monkeypatch.setattr(prefix, "_chained", lambda before, piece: (hashed.append(len(piece)), chained(before, piece))[1])
+    monkeypatch.setattr(prefix, "common_length", lambda one, other, start: (compared.append(start), common(one, other, start))[1])
+    million = 1 << 20
+    tokens = Read("i", range(million))
+    histories = index()
+    for name in range(8):
+        tokens[-5] = name
+        histories.put(str(name), tokens, "", million - 1)
+        assert len(hashed) < 200
+        assert sum(hashed) < million
+        hashed.clear()
+    tokens.asked = 0
+    histories.put("7", tokens, "", million)
+    assert (tokens.asked, len(hashed)) == (2, 1)
+    hashed.clear()
+    found = histories.match(tokens[:-1], "")
+    assert [match.tokens for match in found] == [million - 1, *[million - 5] * 7]
+    assert len(hashed) < 200
+    assert min(compared) >= million - 16_384
+
+
+@pytest.mark.slow
+async def test_the_loop_is_hardly_late_for_long_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens are put, matched and dropped in less than a hash a block alone takes, by the loop's own instrument."""
+    monkeypatch.setattr(loop_lag, "EVERY_S", 0.001)
+    tokens = array("i", range(1 << 20))
+    histories = index()
+    ours, blocks = list[float](), list[float]()
+    for _ in range(5):
+        for late, work in (
+            (ours, lambda: (histories.put("one", tokens, ""), histories.match(tokens, ""), histories.drop("one"))),
+            (blocks, lambda: [xxhash.xxh3_128_digest(bytes(16) + tokens[start : start + 64].tobytes()) for start in range(0, 1 << 20, 64)]),
+        ):
+            lag = loop_lag.LoopLag()
+            lag.start()
+            work()
+            while not sum(lag.waits().counts):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            late.append(lag.recent_s)
+            lag.stop()
+    assert min(ours) < min(blocks), f"{min(ours):.3f} s, and {min(blocks):.3f} s for blocks"
+
+
 @pytest.mark.parametrize("token", [0, 2**31, 2**32 - 1])
 def test_any_token_id_is_one_of_its_own(token: int) -> None:
     """Ids at the edges of 32 bits are told from their neighbours."""
@@ -112,9 +203,16 @@ def test_any_token_id_is_one_of_its_own(token: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_the_best_match_is_that_of_comparing_every_history(seed: int) -> None:
-    """Among many histories with common beginnings the first match shares as many tokens as any does, and no cut or drop is forgotten."""
+@given(seed=st.integers(0, 2**32), pieces=st.sampled_from([prefix._PIECES, ((4, 16), (8, 64), (32, 1 << 62))]))
+def test_the_best_match_is_that_of_comparing_every_history(seed: int, pieces: tuple[tuple[int, int], ...]) -> None:
+    """Among many histories with common beginnings the first match shares as many tokens as any does, and no cut or drop is forgotten;
+    with pieces as they are, and with ones that such histories have of every size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "_PIECES", pieces)
+        _compare_with_every_history(seed)
+
+
+def _compare_with_every_history(seed: int) -> None:
     draw = random.Random(seed)
     histories, truth = index(), dict[str, list[int]]()
     for number in range(20):
