@@ -18,6 +18,7 @@ Parts
     decoding.py        who decodes, the step in flight; batches.py: buckets of buffers and their tables
     decode.py          one decode step as operations on streams; append.py: rows in bulk; rows.py: how both write a layer's rows
     chain.py           a step's order of operations
+    stage_calls.py     what the last stage asks of those before; follower.py: done in this process; joint.py: a session on all stages
     stage.py           layers of one device with their memory and streams; sampling_table.py: parameters of a step's places
     model/ text/ api/ archive/ commands/   the model, tokens and templates, wire types, sessions in directories, subcommands
 

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from engine.append_cost import AppendCost
 from engine.append_rows import bring_rows, picked_rows
+from engine.append_scratch import LONG_KEYS, QUERY_TILE, Scratch, tile_rows
 from engine.chain import Chain
 from engine.model.layer import LayerWeights
 from engine.rows import Destinations, store, store_input
 from engine.sampling_table import SamplingState, SamplingTable
-from engine.stage import Stage, activations_bytes
+from engine.stage import Stage
+from engine.stage_calls import Carried, FollowerAppend
 from engine.unit import Unit
 from kernels.index_score import index_scores
 from kernels.layout import HIDDEN_ROWS, PAGE_KEYS, StateField
@@ -38,11 +40,9 @@ from memory.session import SessionMemory
 from memory.staging import landing, pinned
 from streams import Event
 
-__all__ = ["AppendOutput", "AppendRun", "Scratch", "reserve_scratch"]
+__all__ = ["AppendOutput", "AppendRun"]
 
-_QUERY_TILE = 64  # query rows scored at once, of long histories half as many: bounds the score scratch
-_LONG_KEYS = 1 << 19
-_SCORES_A_UNIT = _QUERY_TILE * _LONG_KEYS  # that one unit makes at most: of 32 rows over 1,048,576 keys
+_SCORES_A_UNIT = QUERY_TILE * LONG_KEYS  # that one unit makes at most: of 32 rows over 1,048,576 keys
 _NO_LAYER = 1 << 40
 
 
@@ -62,55 +62,17 @@ class AppendOutput:
         return int(self.landed[1])
 
 
-class Scratch:
-    """Of whichever append has a chunk open: packed rows of two layers by position, uint8 [rows, row_bytes] each, and room for scores.
-
-    Each is taken once for a whole append: a device's allocator keeps each size that was asked for, and stops the device to ask for more.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[Tensor | None] = [None, None]
-        self._scores: Tensor | None = None
-
-    def scores(self, rows: int, columns: int, end: int, device: torch.device) -> Tensor:
-        """Float32 [rows, columns], used until the next call. Args: end: rows that the session has when the append is over."""
-        if self._scores is None or self._scores.numel() < rows * columns:
-            self._scores = torch.empty(max(rows * columns, _most_scores(end)), device=device)
-        return self._scores[: rows * columns].view(rows, columns)
-
-
-def reserve_scratch(stage: Stage, rows: int) -> tuple[Event[None], ...]:
-    """Have a device's allocator ask the driver for the scratch of an append that ends at `rows` rows, and keep it: a later one finds it.
-
-    Done on the streams that will use it, which is how an allocator sorts what it keeps. No more than half of what activations have.
-    """
-    row_bytes, device = stage.layout.row.row_bytes, stage.device
-    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    while 2 * (2 * rows * row_bytes + 4 * _most_scores(rows)) > activations_bytes(total):
-        rows //= 2
-
-    def hold() -> None:
-        held = [torch.empty((rows, row_bytes), dtype=torch.uint8, device=device) for _ in range(2)]
-        del held
-
-    def score() -> None:
-        torch.empty(_most_scores(rows), device=device)
-
-    streams = stage.streams
-    return streams.prefetch.submit(hold, label="append.reserve"), streams.compute.submit(score, label="append.reserve")
-
-
 class AppendRun:
     """One append of `tokens` to a session. The caller takes its units one by one, and asks for the one behind a chunk's end when that is
     done."""
 
     def __init__(
         self, stage: Stage, memory: SessionMemory, tokens: Sequence[int], sampling: SamplingState | None, session: str,
-        scratch: Scratch | None = None,
+        scratch: Scratch | None = None, before: Sequence[FollowerAppend] = (),
     ) -> None:  # fmt: skip
-        """Args: scratch: shared with other appends, whose chunks are open at other times; None: its own."""
-        assert tokens, "an append has at least one token"
-        self._stage = stage
+        """Args: scratch: shared with other appends, whose chunks are open at other times; None: its own. before: the same append's parts
+        on the stages before, in order."""
+        self._stage, self._before = stage, before
         self._memory = memory
         self._tokens = tokens
         self._sampling = sampling
@@ -131,10 +93,12 @@ class AppendRun:
     @property
     def fetching(self) -> Event[Any] | None:
         """A gather of older rows that is in flight; who stops or leaves the append waits for it."""
-        return next((event for event in self._fetched.values() if not event.done()), None)
+        there = (part.fetching for part in self._before)
+        return next((event for event in (*self._fetched.values(), *there) if event is not None and not event.done()), None)
 
     def units(self) -> Iterator[Unit]:
         """The append's units, in order. The last one of a chunk is done when every whole block is in RAM."""
+        assert self._tokens, "an append has at least one token"
         rows_max = self._stage.append_rows
         self._end = self._memory.counts.logical + len(self._tokens)
         for start in range(0, len(self._tokens), rows_max):
@@ -142,20 +106,38 @@ class AppendRun:
             yield from self._chunk_units(self._tokens[start : start + rows_max], last)
             self.done_rows = min(start + rows_max, len(self._tokens))
 
+    def expect(self, rows: int) -> None:
+        """So many rows are to be appended in all, where `units` is not what yields them."""
+        self._end = self._memory.counts.logical + rows
+
     def abandon(self) -> None:
         """Forget the chunk in progress; finished chunks stay. Call once no operation of it is outstanding."""
         if self._chunk is not None:
             self._chunk.abandon(())
             self._chunk = None
+        for part in self._before:
+            part.abandon()
 
     def _chunk_units(self, tokens: Sequence[int], last: bool) -> Iterator[Unit]:
+        arrived: Carried | None = None
+        for part in self._before:
+            yield from part.units(tokens, arrived)
+            arrived = part.carried
+        yield from self.layer_units(tokens, arrived)
+        yield Unit(partial(self._submit_end, last), self._cost.finish(len(tokens), last), ends_chunk=True)
+
+    def layer_units(self, tokens: Sequence[int], arrived: Carried | None, out: Carried | None = None) -> Iterator[Unit]:
+        """Of a chunk the units of this stage, all but its end.
+
+        Args: arrived: from the stage before. out: where to leave what goes to the next stage, of as many rows; its event is nobody's.
+        """
         rows, end, cost = len(tokens), self._memory.counts.logical + len(tokens), self._cost
-        yield Unit(partial(self._open_chunk, tokens), cost.begin(rows))
+        yield Unit(partial(self._open_chunk, tokens, arrived, out), cost.begin(rows))
         chunk = self._chunk
         assert chunk is not None, "a unit is asked for before the one before it was submitted"
         for group, local in self._layers:
             layer = self._stage.model.layers[local]
-            leads = self._stage.main_groups[group][0] == local
+            leads = layer.full
             yield Unit(partial(self._submit_write, chunk, group, local), cost.write(layer, rows))
             for start, stop in _tiles(rows, end) if leads else ():
                 yield Unit(partial(self._submit_select, chunk, group, local, start, stop), cost.select(stop - start, end))
@@ -163,20 +145,20 @@ class AppendRun:
             after = () if fetched is None else (fetched,)
             yield Unit(partial(self._submit_attend, chunk, local, *after), cost.attend(layer, rows, end), needs=fetched)
             yield Unit(partial(self._submit_forward, local), cost.forward(layer, rows), rests=True)
-        yield Unit(partial(self._submit_end, chunk, last), cost.finish(rows, last), ends_chunk=True)
 
     def _submit(self, work: Callable[[], None], label: str, *after: Event[Any]) -> Event[Any]:
         return self._chain.submit(self._stage.streams.compute, work, label=label, after=after)
 
-    def _open_chunk(self, tokens: Sequence[int]) -> Event[Any]:
+    def _open_chunk(self, tokens: Sequence[int], arrived: Carried | None, out: Carried | None) -> Event[Any]:
         stage = self._stage
         self._fetched.clear()
         self._forwarded.clear()
         self._chunk = chunk = self._memory.begin_append(len(tokens), stage.streams.compute)
         self._first = chunk.first if self._first < 0 else self._first
-        self._chain = Chain(self._session, (chunk.ready,))
+        self._chain = Chain(self._session, (chunk.ready,) if arrived is None else (chunk.ready, arrived.event))
         ids = pinned(torch.tensor(tokens, dtype=torch.int64), stage.device)
-        return self._submit(partial(self._begin, chunk, ids), "append.begin")
+        begin = partial(self._begin, chunk, ids, arrived, out)
+        return self._chain.submit(stage.streams.compute, begin, label="append.begin", reads=_tensors(arrived), writes=_tensors(out))
 
     def _submit_write(self, chunk: AppendChunk, group: int, local: int) -> Event[Any]:
         """Also the gathers of this layer's older rows and, ahead, of the next one's: its scratch is free once the layer before is over."""
@@ -197,22 +179,43 @@ class AppendRun:
         self._forwarded.append(self._submit(partial(self._forward, local), f"append.{local}.forward"))
         return self._forwarded[-1]
 
-    def _submit_end(self, chunk: AppendChunk, last: bool) -> Event[Any]:
-        streams = self._stage.streams
-        done = self._submit(partial(self._finish, chunk, last), "append.finish")
-        finished = chunk.finish(streams.compute, self._stage.copyback, done)
+    @property
+    def forwarded(self) -> Event[Any]:
+        """Done when the layers of the open chunk are, all of whose units were submitted."""
+        return self._forwarded[-1]
+
+    def end_part(self, after: Event[Any], last: bool) -> Event[Any]:
+        """Finish the open chunk on a stage that is not the last. Args: after: the last work of the chunk on all stages."""
+        return self._end_chunk(self._submit(partial(self._end_rows, last), "append.finish", after))
+
+    def _submit_end(self, last: bool) -> Event[Any]:
+        assert self._chunk is not None, "a chunk that was not opened ends"
+        done = self._submit(partial(self._finish, self._chunk, last), "append.finish")
+        ends = [self._end_chunk(done), *(part.finish(done, last=last) for part in self._before)]
+        if last and self._sampling is not None:
+            token = self._memory.state[StateField.TOKEN : StateField.TOKEN + 1]
+            ends += [part.stand(token, done) for part in self._before]
+        return ends[0] if len(ends) == 1 else self._stage.joined(ends, label="append.ends", session=self._session)
+
+    def _end_chunk(self, done: Event[Any]) -> Event[Any]:
+        assert self._chunk is not None, "a chunk that was not opened ends"
+        finished = self._chunk.finish(self._stage.streams.compute, self._stage.copyback, done)
         self._chunk = None  # it ends itself from here on, also when a copy fails: nothing is left to abandon
         return finished
 
-    def _begin(self, chunk: AppendChunk, ids: Tensor) -> None:
-        model, device = self._stage.model, self._stage.device
+    def _begin(self, chunk: AppendChunk, ids: Tensor, arrived: Carried | None, out: Carried | None) -> None:
+        model, device, picks = self._stage.model, self._stage.device, self._stage.model.config.top_k
         self._ids = ids.to(device, non_blocking=True)
         self._positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
         self._cos, self._sin = model.rope(self._positions)
-        self._x = model.embed(self._ids)
+        self._x = model.embed(self._ids) if arrived is None else arrived.states.clone()
+        self._bad_layer = torch.full((chunk.rows,), -1, dtype=torch.int64, device=device) if arrived is None else arrived.bad_layer.clone()
+        if out is not None:
+            self._x, self._bad_layer = out.states.copy_(self._x), out.bad_layer.copy_(self._bad_layer)
+        chosen = None if arrived is None else arrived.selection
+        made = torch.full((chunk.rows, picks), -1, dtype=torch.int32, device=device) if chosen is None else chosen.clone()
+        self._selection = made if out is None or out.selection is None else out.selection.copy_(made)
         self._u = model.layers[0].attention_input(self._x)
-        self._selection = torch.full((chunk.rows, model.config.top_k), -1, dtype=torch.int32, device=device)
-        self._bad_layer = torch.full((chunk.rows,), -1, dtype=torch.int64, device=device)
         if chunk.first == self._first:
             self._outcome = torch.full((2,), -1, dtype=torch.int64, device=device)
 
@@ -237,7 +240,7 @@ class AppendRun:
         layer = self._stage.model.layers[local]
         made = layer.project_input(self._u)
         to = Destinations(chunk.row_destinations, chunk.key_destinations, chunk.page_destinations)
-        key_layer = group if self._stage.main_groups[group][0] == local else None
+        key_layer = group if layer.full else None
         self._qr, head_weights = store_input(layer, made, (self._cos, self._sin), self._stage.layout, local, key_layer, to)
         if head_weights is not None:
             self._head_weights = head_weights
@@ -248,7 +251,7 @@ class AppendRun:
         query, head_weights = self._query, self._head_weights
         pages = self._memory.pages.table[group]
         columns = -(-(chunk.first + end) // PAGE_KEYS) * PAGE_KEYS
-        each = _tile_rows(chunk.first + chunk.rows)
+        each = tile_rows(chunk.first + chunk.rows)
         scores = self._scratch.scores(min(each, end - first), columns, self._end, query.device)
         for start in range(first, end, each):
             stop = min(start + each, end)
@@ -288,6 +291,11 @@ class AppendRun:
         weight, eps = self._stage.model.norm_after(local)
         number = self._stage.first_layer + local
         self._u = add_norm(self._x, branch, weight, eps, self._bad_layer, number)
+
+    def _end_rows(self, last: bool) -> None:
+        """What a stage that is not the last does behind the last layer of all."""
+        if last:
+            self._memory.state[StateField.DRAFT_COUNT] = 0  # as `_finish`
 
     def _finish(self, chunk: AppendChunk, last: bool) -> None:
         """MTP rows of the chunk, the hidden states to keep, and after the last chunk the first token."""
@@ -334,18 +342,14 @@ def _without_first(chunk: AppendChunk) -> AppendChunk:
     return replace(chunk, row_destinations=rows, key_destinations=keys, page_destinations=pages)
 
 
-def _tile_rows(keys: int) -> int:
-    """Query rows scored at once over so many keys."""
-    return _QUERY_TILE if keys <= _LONG_KEYS else _QUERY_TILE // 2
-
-
-def _most_scores(end: int) -> int:
-    """Of any tile of an append that ends at `end` rows."""
-    return max(_tile_rows(keys) * -(-keys // PAGE_KEYS) * PAGE_KEYS for keys in (end, min(end, _LONG_KEYS)))
+def _tensors(carried: Carried | None) -> tuple[Tensor, ...]:
+    if carried is None:
+        return ()
+    return (carried.states, carried.bad_layer, *(() if carried.selection is None else (carried.selection,)))
 
 
 def _tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:
     """Rows that are scored by one unit: whole tiles, as many as bound the scores that it makes over `keys` keys, but at least one."""
-    tile = _tile_rows(keys)
+    tile = tile_rows(keys)
     each = max(1, _SCORES_A_UNIT // (tile * keys)) * tile
     return ((start, min(start + each, rows)) for start in range(0, rows, each))

@@ -14,13 +14,17 @@ Invariants:
 from collections.abc import Iterator
 from typing import Any
 
-from engine.append import AppendOutput, AppendRun, Scratch
+from engine.append import AppendOutput, AppendRun
+from engine.append_scratch import Scratch
+from engine.joint import id_of
 from engine.pair_append import PairAppend, PairSyntheticRun
 from engine.request import Request
 from engine.scheduler import Turns
 from engine.stage import Stage
+from engine.stage_calls import FollowerAppend
 from engine.synthetic import SyntheticRun
 from engine.unit import Unit
+from memory.session import SessionMemory
 from streams import Event
 
 __all__ = ["AppendQueue"]
@@ -58,15 +62,20 @@ class AppendQueue:
         if history is None:
             first, own = memory.counts.logical, request.appended
             tokens = own if first + len(own) == len(session.tokens) else session.tokens[first:]  # a million are not copied
-            run = AppendRun if self._stage.peer is None else PairAppend
-            append = run(self._stage, memory, tokens, request.state, session.id, scratch)
+            run, before = AppendRun if self._stage.peer is None else PairAppend, self._before(memory, session.id, len(tokens))
+            append = run(self._stage, memory, tokens, request.state, session.id, scratch, before)
         else:
             made_up = SyntheticRun if self._stage.peer is None else PairSyntheticRun
-            append = made_up(self._stage, memory, session.tokens[history.rows :], request.state, session.id, history, scratch)
+            rest, before = session.tokens[history.rows :], self._before(memory, session.id, len(session.tokens))
+            append = made_up(self._stage, memory, rest, request.state, session.id, history, scratch, before)
         request.append = append
         self._units[request] = append.units()
         self.requests.append(request)
         self.turns.join(request)
+
+    def _before(self, memory: SessionMemory, session: str, rows: int) -> list[FollowerAppend]:
+        """The append's parts on the stages before."""
+        return [stage.append(id_of(memory), session, rows) for stage in self._stage.before]
 
     def turn(self, chosen: Request | None, allowance: int | None) -> tuple[Request, AppendOutput, BaseException | None] | None:
         """Follow the open chunk's units once they are done and submit more.

@@ -10,15 +10,17 @@ Invariants:
 4. A step of r rows a session may write up to `reach(r)` positions from its first: r of its own, and MTP rows behind the last of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from engine.decode import DecodeStep
+from engine.joint import id_of
 from engine.pair_decode import decode_step
 from engine.request import Request
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from engine.stage_calls import Carried, StepCall, StepShape
 from engine.step_output import StepEvents
 from kernels.layout import PAGE_KEYS
 from kernels.place import BULK_ROWS
@@ -58,6 +60,7 @@ class Flight:
     members: tuple[Request, ...]
     rows: tuple[int, ...]  # that each member's counts advanced by
     events: StepEvents
+    call: StepCall | None = None  # what the stages before were told; None: there is one stage
     failed: tuple[Request, ...] | None = None
 
 
@@ -67,18 +70,20 @@ class Batches:
     def __init__(self, stage: Stage) -> None:
         self.steps = 0  # submitted so far
         self._stage = stage
-        self._buckets: dict[tuple[int, int, int], Bucket] = {}
+        self._buckets: dict[StepShape, Bucket] = {}
 
-    def _bucket(self, members: tuple[Request, ...], rows: int) -> Bucket:
+    def _shape(self, members: tuple[Request, ...], rows: int) -> StepShape:
         """The smallest power-of-two batch that holds them; on a device also of positions, which bound the launches of scoring."""
-        places = _batch(len(members))
         positions = 0 if self._stage.device.type == "cpu" else max(_positions_max(request) for request in members)
-        key = places, 1 << (positions - 1).bit_length() if positions else 0, rows
-        found = self._buckets.get(key)
+        return StepShape(0, _batch(len(members)), 1 << (positions - 1).bit_length() if positions else 0, rows)
+
+    def _bucket(self, shape: StepShape, arrived: Carried | None) -> Bucket:
+        found = self._buckets.get(shape)
         if found is None:
-            table = StepTable(places, self._stage.table_layout, self._stage.device)
-            sampling = SamplingTable(places, self._stage.device, rows=rows)
-            found = self._buckets[key] = Bucket(decode_step(self._stage, *key), table, sampling)
+            table = StepTable(shape.places, self._stage.table_layout, self._stage.device)
+            sampling = SamplingTable(shape.places, self._stage.device, rows=shape.rows)
+            step = decode_step(self._stage, shape.places, shape.positions_max, shape.rows, arrived)
+            found = self._buckets[shape] = Bucket(step, table, sampling)
         return found
 
     def submit(self, members: tuple[Request, ...], depth: int, previous: Flight | None) -> Flight:
@@ -89,29 +94,54 @@ class Batches:
         # More rows than this go the way of appends, whose sums depend on the number of rows.
         depth = min(depth, max(1, BULK_ROWS // _batch(len(members))) - 1)
         rows = tuple(1 + request.depth_within(depth) for request in members)
-        bucket = self._bucket(members, max(rows))
-        stale = bucket.members != members
+        shape = self._shape(members, max(rows))
         for request, own in zip(members, rows, strict=True):
             memory = request.session.memory
             assert memory is not None, f"request {request.id} decodes without memory"
             memory.ensure_rows(memory.counts.logical + reach(own), self._stage.streams.compute)
         # Behind a step that never ran the stream's own order is enough; behind a live one its failure must reach this one.
         after = [] if previous is None or previous.failed is not None else [previous.events.done]
+        session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
+        stale = shape not in self._buckets or self._buckets[shape].members != members
+        call, arrived = None, None
+        if self._stage.before:
+            ids = tuple(id_of(request.session.memory) for request in members)
+            call = StepCall(shape, ids, rows, stale, bool(after), session)
+            arrived = self._begin(call)
+            after.append(arrived.event)
+        bucket = self._bucket(shape, arrived)
         after.extend(self._bring_masks(members))
         if stale:
             after.append(self._rewrite(bucket, members, rows))
         if self._stage.recorder is not None and bucket.step.ran and not bucket.step.recorded:
             bucket.step.record(self._stage.recorder, bucket.table, bucket.sampling)
-        session = members[0].session.id if len(members) == 1 else f"{len(members)} sessions"
         keep_logits = any(request.wants_logits for request in members)
         events = bucket.step.submit(bucket.table, bucket.sampling, session=session, after=after, keep_logits=keep_logits)
+        if call is not None:
+            events = self._stood(call, bucket, events)
         for request, own in zip(members, rows, strict=True):
             assert request.session.memory is not None
             request.session.memory.advance(own)
-            request.session.memory.operations.hold(events.output)
+            request.session.memory.operations.hold(events.followed)
             request.in_flight += 1
         self.steps += 1
-        return Flight(bucket, members, rows, events)
+        return Flight(bucket, members, rows, events, call)
+
+    def _begin(self, call: StepCall) -> Carried:
+        """Submit the parts of a step on the stages before; returns what arrives here."""
+        carried: Carried | None = None
+        for stage in self._stage.before:
+            carried = stage.step(call, carried)
+        assert carried is not None, "asked for where stages are before"
+        return carried
+
+    def _stood(self, call: StepCall, bucket: Bucket, events: StepEvents) -> StepEvents:
+        """Let the stages before know where the step's sessions stand; the host follows once they do, so that nothing else of these sessions
+        comes in between."""
+        standing = bucket.step.standing(events.done)
+        stood = [stage.stand(call, standing) for stage in self._stage.before]
+        over = self._stage.joined([events.output, *stood], label="step.over", session=call.label)
+        return replace(events, over=over)
 
     def _bring_masks(self, members: tuple[Request, ...]) -> list[Event[Any]]:
         """Bring the masks of members whose form went on to where the sampler reads them, which no table row changes for."""

@@ -4,6 +4,7 @@ Flags, FOREBAY_* variables and the TOML file all feed these fields (`engine/sett
 """
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,6 +40,7 @@ class EngineConfig:
     row_format: Literal["q8g64", "bf16", "f32"] = "q8g64"
     index_key_format: Literal["auto", "bf16", "f32", "e4m3"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
+    stages: str = "1"  # stages of this process: a count, or the layers of each with commas between
     tape: str = ""  # file that every operation is recorded to; "": none
     dtype: Literal["auto", "f32", "bf16"] = "auto"  # auto: f32 on the CPU; on a device bf16, unless the checkpoint stores f32
     load_format: Literal["auto", "random"] = "auto"  # random: seeded weights for a config.json or a named configuration
@@ -64,6 +66,10 @@ class EngineConfig:
             raise BadSetting(f"draft_depth must be auto or between 0 and {DRAFT_DEPTH_MAX}, not {self.draft_depth}")
         if self.mirror_replicas == 2 and not self.peer:
             raise BadSetting("mirror_replicas 2 needs a second device: give --peer, or use 1")
+        if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", self.stages):
+            raise BadSetting(f"stages must be a count like 2, or layers a stage like 20,58, not {self.stages!r}")
+        if self.stages != "1" and self.peer:
+            raise BadSetting("stages of one process have no peer: give --peer or --stages, not both")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32", "e4m3"), "load_format": ("auto", "random"),

@@ -9,10 +9,11 @@ Invariants:
    for that. A shared layer adds the step's own rows to its copy when it writes them. Copies of the group before are free by then: the plan
    waited for this group's key.
 3. Buffers of a step are reused by the next one only behind the compute stream's order.
-4. What is accepted is decided on the device (`kernels/verify`); a refused row leaves only bytes at positions past LOGICAL, which the next
-   step writes again, and a row's bits do not depend on how many rows its step has.
+4. A refused row leaves only bytes at positions past LOGICAL, which the next step writes again (`step_end.py`), and a row's bits do not
+   depend on how many rows its step has.
 5. The MTP row at LOGICAL is written when its step begins, those behind accepted rows when it ends: rows below LOGICAL always have theirs.
-Source: design, sections 6, 9 and 10.
+6. A stage that is not the first begins with what arrived, one that is not the last ends by handing its states on; see `stage_calls.py`.
+Source: design, sections 6, 9, 10 and 13.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,41 +24,44 @@ import torch
 from torch import Tensor
 
 from engine.chain import Chain
-from engine.draft import Drafter, Judged
-from engine.rows import Copies, Destinations, store, store_input
+from engine.mtp_row import write_first
+from engine.rows import Copies, Destinations, store_input
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from engine.stage_calls import Carried, Standing
 from engine.stage_streams import StageStreams
+from engine.step_end import StepEnd, StepRows
 from engine.step_output import StepEvents, StepOutput
 from kernels.gather import Unwritten
 from kernels.locate import locate_new
 from kernels.residual import add_norm
 from kernels.round import RoundPlan, begin_round
 from kernels.selection import Scratch, select_places
-from kernels.step import keep_logits, load_hidden, store_hidden
-from kernels.verify import accept_rows, spread_rows
+from kernels.verify import spread_rows
 from memory.rounds import Picked, Query
 from memory.session import SessionMemory
-from memory.staging import landing
 from memory.table import StepTable
 from streams import Event
 from streams.capture import Recorder
 
 __all__ = ["DecodeStep"]
 
-_OUTPUTS = 2  # outcomes on the host at once: the host follows a step while the next one runs
-
 
 class DecodeStep:
     """Buffers and operations of steps of `places` sessions. One instance a bucket; steps on it are ordered by the compute stream."""
 
-    def __init__(self, stage: Stage, places: int, positions_max: int, rows: int = 1) -> None:
+    def __init__(self, stage: Stage, places: int, positions_max: int, rows: int = 1, arrived: Carried | None = None) -> None:
         """One bucket.
 
         Args: positions_max: no session of these steps has more positions; bounds the scores' scratch, and so a launch.
-            rows: query rows a place: one, and one for each draft; above 1 the step also drafts for the next.
+            rows: query rows a place: one, and one for each draft; above 1 the step also drafts for the next, on the last stage.
+            arrived: where every step finds what the stage before hands on; None: steps begin with tokens.
         """
-        self._stage = stage
+        self._stage, self._before = stage, arrived
+        self._arriving: tuple[Tensor, ...] = () if arrived is None else (arrived.states, arrived.bad_layer)
+        self._begun_with = None if arrived is None else arrived.selection  # of the first group, where it began on the stage before
+        assert (self._begun_with is None) == stage.model.layers[0].full, "a selection comes where a stage begins inside a group"
+        assert arrived is None or arrived.states.dtype == stage.model.dtype, f"{stage.model.dtype} is not the dtype of what arrives"
         self._places, self._rows = places, rows
         self._replay: Callable[[], None] | None = None
         config, layout, device = stage.model.config, stage.layout, stage.device
@@ -69,11 +73,9 @@ class DecodeStep:
         def states(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=stage.model.dtype, device=device)
 
-        self._place_of = torch.full((count,), -1, dtype=torch.int32, device=device)
-        self._next_of = torch.full((count,), -1, dtype=torch.int32, device=device)
-        self._positions, self._tokens, self._mirrored = integers(count), integers(count), integers(places)
-        self._outcome = integers(2 * count + 2 * places)  # one copy to the host
-        self._tokens_out, self._bad_layer, self._accepted, self._judged = self._outcome.split([count, count, places, places])
+        made = StepRows.of(places, rows, device)
+        self._place_of, self._positions, self._tokens, self._mirrored = made.place_of, made.positions, made.tokens, made.mirrored
+        self._outcome, self._judged, self._bad_layer = made.outcome, made.judged, made.bad_layer
         self._hidden_before = states(places, config.hidden)
         self._x, self._u = states(count, config.hidden), states(count, config.hidden)
         self._qr = states(count, config.query_latent)
@@ -89,30 +91,47 @@ class DecodeStep:
         self._unwritten = Unwritten(self._positions, rows)
         self._new_at = integers(count, rows)  # of the step's own rows in the copy of a group's second layer; others lie behind it
         self._scratch = None if device.type == "cpu" else Scratch.of(count, positions_max, device)
-        self._logits = torch.zeros((count, config.vocabulary), device=device)
-        self._landed = [torch.zeros(self._outcome.shape, dtype=torch.int64, pin_memory=device.type != "cpu") for _ in range(_OUTPUTS)]
+        self._end = StepEnd(stage, made, self._scratch, lambda: self._input) if stage.model.is_last else None
         self._index_query: Tensor | None = None  # on a device made ahead of the selection: beside the layer's query is no room for it
         self._steps = 0
-        self._drafter: Drafter | None = None
-        if rows > 1:
-            judged = Judged(self._positions, self._next_of, self._tokens_out, self._accepted, self._mirrored, self._scratch)
-            self._drafter = Drafter(stage, judged, lambda: self._input, rows - 1)
 
     def submit(
         self, table: StepTable, sampling: SamplingTable, *, session: str, after: Sequence[Event[Any]], keep_logits: bool
     ) -> StepEvents:
         """Submit one step over the places of `table`, always the same one; returns at once."""
-        compute = self._stage.streams.compute
-        landed = self._landed[self._steps % _OUTPUTS]
+        compute, end = self._stage.streams.compute, self._sampling_end
+        landed = end.next_landing()
         self._steps += 1
         if self._replay is not None:
             work = partial(self._run, self._replay, landed, keep_logits)
-            step = compute.submit(work, label="step", session=session, after=after, writes=(self._outcome, self._logits, landed))
+            writes = (self._outcome, end.logits, end.standing, landed)
+            step = compute.submit(work, label="step", session=session, after=after, reads=self._arriving, writes=writes)
             return StepEvents(step, step)
         chain = Chain(session, after)
         done = self._issue(chain, self._stage.streams, table, sampling)
-        read = partial(self._read, landed, keep_logits)
+        read = partial(end.read, landed, keep_logits)
         return StepEvents(done, chain.submit(compute, read, label="step.read", reads=(self._outcome,), writes=(landed,)))
+
+    def hand_on(self, table: StepTable, *, session: str, after: Sequence[Event[Any]]) -> Carried:
+        """Submit one step of a stage that is not the last; returns what it hands on, in the same tensors every time."""
+        self._steps += 1
+        selection = self._plans[-1].selection if self._stage.model.cuts_group else None
+        writes = (self._x, self._bad_layer, *(() if selection is None else (selection,)))
+        if self._replay is not None:
+            compute = self._stage.streams.compute
+            done: Event[Any] = compute.submit(self._replay, label="step", session=session, after=after, reads=self._arriving, writes=writes)
+        else:
+            done = self._issue(Chain(session, after), self._stage.streams, table, None)
+        return Carried(done, self._x, self._bad_layer, selection)
+
+    def standing(self, done: Event[Any]) -> Standing:
+        """Where the sessions of a step stand behind it, `done`; the same tensor every time."""
+        return Standing(done, self._sampling_end.standing)
+
+    @property
+    def _sampling_end(self) -> StepEnd:
+        assert self._end is not None, "this stage does not sample"
+        return self._end
 
     @property
     def recorded(self) -> bool:
@@ -124,7 +143,7 @@ class DecodeStep:
         """Whether a step was submitted, so that every kernel is compiled for these shapes."""
         return self._steps > 0
 
-    def record(self, recorder: Recorder, table: StepTable, sampling: SamplingTable) -> None:
+    def record(self, recorder: Recorder, table: StepTable, sampling: SamplingTable | None) -> None:
         """Make later steps replays of one recording. Call it between steps, after an eager one."""
         name = self._stage.streams.compute.name
 
@@ -133,22 +152,21 @@ class DecodeStep:
 
         self._replay = recorder.record(issue, name)
 
-    def _issue(self, chain: Chain, streams: StageStreams, table: StepTable, sampling: SamplingTable) -> Event[Any]:
+    def _issue(self, chain: Chain, streams: StageStreams, table: StepTable, sampling: SamplingTable | None) -> Event[Any]:
         """Submit everything a step does on the device; returns its last event."""
         begun = chain.submit(
             streams.compute,
             lambda: self._begin(table),
             label="step.begin",
+            reads=self._arriving,
             writes=(self._place_of, self._positions, self._tokens, self._mirrored, self._hidden_before, self._x, self._u),
         )
         self._begun(chain, streams, begun)
         for group, layers in enumerate(self._stage.main_groups):
             self._issue_group(chain, streams, table, group, layers)
-        finished = chain.submit(
-            streams.compute, lambda: self._finish(table, sampling), label="step.finish",
-            writes=(self._logits, self._outcome, self._next_of),
-        )  # fmt: skip
-        return finished if self._drafter is None else self._drafter.issue(chain, streams, table, sampling)
+        if sampling is None:
+            return chain.submit(streams.compute, lambda: None, label="step.hand_on")  # all of it lies where it is read
+        return self._sampling_end.issue(chain, streams, table, sampling)
 
     def _begun(self, chain: Chain, streams: StageStreams, begun: Event[Any]) -> None:
         """The step has begun here: what of it begins on another device."""
@@ -166,8 +184,8 @@ class DecodeStep:
         def clear() -> None:
             for group in range(len(self._stage.main_groups)):
                 self._stage.rounds.clear(table.tensor, group, self._place_of, self._plans[group])
-            if self._drafter is not None:
-                self._drafter.clear(table)
+            if self._end is not None:
+                self._end.clear(table)
 
         streams = self._stage.streams
         return streams.compute.submit(clear, label="step.abort", session=session, after=streams.fences())
@@ -178,12 +196,13 @@ class DecodeStep:
         keyed = chain.submit(
             streams.compute, lambda: self._key(layers[0], group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr,)
         )
+        chosen = self._begun_with if group == 0 else None
         selected = chain.submit(
             streams.selection,
-            lambda: self._select(group, layers[0], table),
+            (lambda: self._select(group, layers[0], table)) if chosen is None else partial(self._go_on, chosen, table),
             label=f"group.{group}.plan",
             after=(keyed,),
-            reads=(self._u, self._qr),
+            reads=(self._u, self._qr) if chosen is None else (self._u, self._qr, chosen),
             writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
         )
         if copies:
@@ -239,30 +258,21 @@ class DecodeStep:
             table.tensor, self._place_of, self._positions, self._tokens, self._mirrored, self._judged, self._bad_layer
         )  # fmt: skip
         begin_round(table.tensor)
-        model.embed(self._tokens, out=self._x)
+        if self._before is None:
+            model.embed(self._tokens, out=self._x)
+        else:
+            self._x.copy_(self._before.states)
+            self._bad_layer.copy_(self._before.bad_layer)
         self._input = self._keep(self._u, model.layers[0].attention_input(self._x))
         self._cos, self._sin = model.rope(self._positions)
         self._destinations = Destinations(
             *locate_new(table.tensor, stage.table_layout, stage.layout, self._place_of, self._positions, stage.share)
         )  # fmt: skip
         if model.mtp is not None:
-            self._write_mtp(table)
-
-    def _write_mtp(self, table: StepTable) -> None:
-        """The MTP row of each place's first row, from the state before it; those of accepted drafts follow when their states are known."""
-        stage, model, to = self._stage, self._stage.model, self._destinations
-        assert model.mtp is not None, "asked for where a block is"
-        positions = self._first(self._positions)
-        load_hidden(table.tensor, self._first(self._place_of), positions, self._hidden_before)
-        x = model.mtp.join_input(self._first(self._x), self._hidden_before)
-        rope = self._first(self._cos), self._first(self._sin)
-        first = Destinations(self._first(to.rows), self._first(to.keys), to.pages[:, :: self._rows])
-        block = model.mtp.layer
-        store(block, block.attention_input(x), rope, stage.layout, stage.mtp_layer, len(stage.main_groups), first, positions)
-
-    def _first(self, of_rows: Tensor) -> Tensor:
-        """Each place's first row, where it lies."""
-        return of_rows[:: self._rows]
+            each = slice(None, None, self._rows)
+            embedded = self._x[each] if self._before is None else model.embed(self._tokens[each])
+            rope, positions = (self._cos[each], self._sin[each]), self._positions[each]
+            write_first(stage, table.tensor, self._place_of[each], positions, embedded, rope, self._destinations, self._hidden_before)
 
     def _keep(self, buffer: Tensor, value: Tensor) -> Tensor:
         """Where later operations of the step find `value`: on the CPU in the buffer they declare, which is watched there; a device spares
@@ -285,8 +295,9 @@ class DecodeStep:
 
     def _key(self, full: int, group: int) -> None:
         """What the selection needs of compute: key and row written, on a device also the index query."""
-        self._write(full, 0, group)
-        if self._scratch is not None:
+        makes = self._stage.model.layers[full].full
+        self._write(full, 0, group if makes else None)
+        if self._scratch is not None and makes:
             self._index_query = self._ask_keys(full)
 
     def _ask_keys(self, full: int) -> Tensor:
@@ -305,6 +316,12 @@ class DecodeStep:
         if stage.forced is not None:
             stage.forced.overwrite(self._positions, plan.selection)
         stage.rounds.plan(table.tensor, group, self._place_of, self._mirrored, plan)
+
+    def _go_on(self, chosen: Tensor, table: StepTable) -> None:
+        """The first group began on the stage before: its selection, planned anew for what is hot here."""
+        plan = self._plans[0]
+        plan.selection.copy_(chosen)
+        self._stage.rounds.plan(table.tensor, 0, self._place_of, self._mirrored, plan)
 
     def _picked(self, local: int, group: int, place: int, table: StepTable) -> Picked:
         return Picked(table.tensor, group, place, local, self._place_of, self._plans[group])
@@ -346,29 +363,7 @@ class DecodeStep:
         number = self._stage.first_layer + local
         self._input = self._keep(self._u, add_norm(self._x, branch, weight, eps, self._bad_layer, number))
 
-    def _finish(self, table: StepTable, sampling: SamplingTable) -> None:
-        model = self._stage.model
-        hidden = self._input  # the norm behind the last layer is the final one
-        store_hidden(table.tensor, self._place_of, self._positions, hidden)
-        keep_logits(model.logits(hidden), self._logits, self._bad_layer, model.config.layers)
-        sampling.sample(self._logits, self._positions + 1, self._tokens, self._tokens_out)
-        if self._stage.forced_acceptance is not None:
-            self._stage.forced_acceptance.overwrite(self._tokens_out, self._tokens, self._place_of, self._positions, sampling.seeds)
-        accept_rows(
-            table.tensor, self._place_of, self._tokens, self._tokens_out, self._bad_layer, sampling.output_counts, self._accepted,
-            self._next_of,
-        )  # fmt: skip
-
     def _run(self, replay: Callable[[], None], landed: Tensor, keep_logits: bool) -> StepOutput:
         """A whole step in one operation: what the loop pays for a submission, it pays once a step."""
         replay()
-        return self._read(landed, keep_logits)
-
-    def _read(self, landed: Tensor, keep_logits: bool) -> StepOutput:
-        landed.copy_(self._outcome, non_blocking=True)
-        logits = None
-        if keep_logits:
-            logits = landing(self._logits)
-            logits.copy_(self._logits, non_blocking=True)
-            logits = logits.view(self._places, self._rows, -1)
-        return StepOutput(landed, self._places, self._rows, logits)
+        return self._sampling_end.read(landed, keep_logits)

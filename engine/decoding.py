@@ -76,6 +76,8 @@ class Decoding:
 
     async def wait_room(self) -> None:
         """Nobody may step before a copyback completes: wait for one."""
+        for stage in self.stage.before:
+            await stage.idle()
         await self.stage.streams.copyback.idle()
         stuck = [one for one in self.requests if one.may_step and not self.may_step(one) and one.session.broken is None]
         assert not stuck, f"no copyback is in flight, yet the ring has no room for {stuck[0].session!r}"
@@ -87,8 +89,8 @@ class Decoding:
 
     async def follow(self, flight: Flight) -> None:
         """Read a step's tokens and act on them."""
-        await flight.events.output.wait_done()
-        failure = flight.events.output.error()
+        await flight.events.followed.wait_done()
+        failure = flight.events.followed.error()
         if failure is not None:
             self._fail_step(flight, failure)
             return
@@ -171,6 +173,8 @@ class Decoding:
         same_table = following is None or following.bucket is not flight.bucket or following.members == flight.members
         same_table = same_table and flight.bucket.names_members
         left = (*self.stage.streams.fences(), *([flight.bucket.step.abort(flight.bucket.table, session="")] if same_table else []))
+        if flight.call is not None:
+            left += tuple(event for stage in self.stage.before for event in stage.abort(flight.call))
         for request in flight.members:
             assert request.session.memory is not None, "memory outlives the steps that read it"
             for event in left:

@@ -26,6 +26,7 @@ from engine.errors import BadRequest, BadSetting, NeverFits, NotAdmitted
 from engine.generation import Generation
 from engine.grammar.compiled import Grammars
 from engine.instruments import Instruments
+from engine.local_stages import close_stages
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
@@ -141,8 +142,8 @@ class Engine:
             await engine.tokenizer.aclose()
             await engine.grammars.close()
         if owned is None:
-            await stage.streams.idle()  # closed sessions hold their memory until their last operation is done
-        stage.close()
+            await stage.idle()  # closed sessions hold their memory until their last operation is done
+        close_stages(stage)
 
     @property
     def running(self) -> Callable[[], AbstractAsyncContextManager[None]]:

@@ -42,7 +42,7 @@ class Instruments:
         found = totals(loop, self._held.values())
         sessions = self._sessions()
         lags = [_lag(session.memory) for session, _ in sessions if session.memory is not None]
-        arena, held = stage.arena.statistics(), stage.ledger.statistics()
+        arenas, held = stage.arenas, stage.ledger.statistics()
         return Measures(
             waiting=len(loop.waiting),
             appending=len(loop.appending),
@@ -64,7 +64,9 @@ class Instruments:
             lag_rows_most=max(lags, default=0),
             held_bytes={tier: {owner: one.allocated_bytes for owner, one in owners.items()} for tier, owners in held.items()},
             arena=Arena(
-                arena.blocks * arena.block_bytes, (arena.blocks - arena.free) * arena.block_bytes, arena.reserved * arena.block_bytes
+                sum(arena.blocks * arena.block_bytes for arena in arenas),
+                sum((arena.blocks - arena.free) * arena.block_bytes for arena in arenas),
+                sum(arena.reserved * arena.block_bytes for arena in arenas),
             ),
             device_budget_bytes=stage.pool.statistics().budget_bytes,
             streams=[

@@ -10,10 +10,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
+from engine.local_stages import open_stages
 from engine.model.glm import Model
 from engine.model.split import PeerModel, Splitter, split_model
 from engine.running_tape import RunningTape
-from engine.stage import Stage, open_stage
+from engine.stage import Stage
 from engine.stored import Storing
 from streams import Backend
 
@@ -54,14 +55,14 @@ async def stage_for(
 ) -> Stage:  # fmt: skip
     """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
     if weights.device.type == "cpu":
-        return open_stage(weights, config, streams, context_max=context_max, peer=peer)
+        return open_stages(weights, config, streams, context_max=context_max, peer=peer)
     started = time.monotonic()
 
     def told(blocks: int, blocks_max: int) -> None:
         if blocks == blocks_max:
             _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
 
-    return await asyncio.to_thread(open_stage, weights, config, streams, context_max=context_max, peer=peer, progress=told)
+    return await asyncio.to_thread(open_stages, weights, config, streams, context_max=context_max, peer=peer, progress=told)
 
 
 def tape_at(name: str) -> RunningTape:

@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.append import AppendRun, Scratch, _tile_rows
+from engine.append import AppendRun
+from engine.append_scratch import Scratch, tile_rows
 from engine.chain import Chain
 from engine.model.moe import MoeWeights
 from engine.peer import OWNER_SHARE
 from engine.peer_append import PeerAppend, choose_own
 from engine.sampling_table import SamplingState
 from engine.stage import Stage
+from engine.stage_calls import Carried, FollowerAppend
 from engine.synthetic import SyntheticRun
 from kernels.residual import add_norm
 from memory.append import AppendChunk
@@ -27,9 +29,9 @@ class PairAppend(AppendRun):
 
     def __init__(
         self, stage: Stage, memory: SessionMemory, tokens: Sequence[int], sampling: SamplingState | None, session: str,
-        scratch: Scratch | None = None,
+        scratch: Scratch | None = None, before: Sequence[FollowerAppend] = (),
     ) -> None:  # fmt: skip
-        super().__init__(stage, memory, tokens, sampling, session, scratch)
+        super().__init__(stage, memory, tokens, sampling, session, scratch, before)
         assert stage.peer is not None, "a pair has a peer"
         assert memory.peered is not None, "a pair has two memories"
         self._peer = PeerAppend(stage.peer, memory.peered.peer.pages)
@@ -40,9 +42,9 @@ class PairAppend(AppendRun):
         """See AppendRun."""
         return super().fetching or self._peer.running
 
-    def _open_chunk(self, tokens: Sequence[int]) -> Event[Any]:
+    def _open_chunk(self, tokens: Sequence[int], arrived: Carried | None, out: Carried | None) -> Event[Any]:
         self._behind.clear()
-        begun = super()._open_chunk(tokens)
+        begun = super()._open_chunk(tokens, arrived, out)
         assert self._chunk is not None, "opened above"
         self._peer.open(self._chain, self._chunk)
         return begun
@@ -59,7 +61,7 @@ class PairAppend(AppendRun):
         return self._written
 
     def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
-        each = _tile_rows(chunk.first + chunk.rows)
+        each = tile_rows(chunk.first + chunk.rows)
         chosen = self._peer.choose(self._chain, group, first, end, each, lambda: (self._query, self._head_weights), self._written)
         self._submit(partial(self._select, chunk, group, first, end), f"append.{local}.select")
         self._last = self._submit(partial(self._merge, first, end, each), f"append.{local}.merge", chosen)
@@ -68,7 +70,7 @@ class PairAppend(AppendRun):
     def _select(self, chunk: AppendChunk, group: int, first: int, end: int) -> None:
         """The owner's own candidates."""
         query, head_weights, pages = self._query, self._head_weights, self._memory.pages.table[group]
-        each, key, picks = _tile_rows(chunk.first + chunk.rows), self._stage.layout.key, self._selection.shape[1]
+        each, key, picks = tile_rows(chunk.first + chunk.rows), self._stage.layout.key, self._selection.shape[1]
         self._own = {}
         for start in range(first, end, each):
             stop = min(start + each, end)
@@ -121,14 +123,11 @@ class PairAppend(AppendRun):
     def _forward(self, local: int) -> None:
         self._close_layer(local, self._peer.added(self._part))
 
-    def _submit_end(self, chunk: AppendChunk, last: bool) -> Event[Any]:
-        streams, stage = self._stage.streams, self._stage
-        done = self._submit(partial(self._finish, chunk, last), "append.finish")
+    def _end_chunk(self, done: Event[Any]) -> Event[Any]:
+        stage = self._stage
         if stage.model.mtp is not None:
             done = self._peer.bring(self._chain, stage.mtp_layer, len(stage.main_groups), done)
-        finished = chunk.finish(streams.compute, stage.copyback, done)
-        self._chunk = None  # see AppendRun
-        return finished
+        return super()._end_chunk(done)
 
 
 class PairSyntheticRun(SyntheticRun, PairAppend):

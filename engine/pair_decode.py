@@ -23,6 +23,7 @@ from engine.peer import OWNER_SHARE, Chosen, PeerStep
 from engine.peer_drafts import PeerDrafts
 from engine.sampling_table import SamplingTable
 from engine.stage import Stage
+from engine.stage_calls import Carried
 from engine.stage_streams import StageStreams
 from engine.step_output import StepEvents
 from kernels.candidates import Candidates, merge_candidates, own_candidates
@@ -35,9 +36,12 @@ from streams import Event
 __all__ = ["PairStep", "decode_step"]
 
 
-def decode_step(stage: Stage, places: int, positions_max: int, rows: int) -> DecodeStep:
-    """Steps of a bucket, on as many devices as the stage has."""
-    return DecodeStep(stage, places, positions_max, rows) if stage.peer is None else PairStep(stage, places, positions_max, rows)
+def decode_step(stage: Stage, places: int, positions_max: int, rows: int, arrived: Carried | None) -> DecodeStep:
+    """Steps of a bucket, on as many devices as the stage has. Args: arrived: see `DecodeStep`."""
+    if stage.peer is None:
+        return DecodeStep(stage, places, positions_max, rows, arrived)
+    assert arrived is None, "one of several stages has no peer"
+    return PairStep(stage, places, positions_max, rows)
 
 
 class PairStep(DecodeStep):
@@ -55,8 +59,9 @@ class PairStep(DecodeStep):
         self._sum = torch.zeros((count, config.hidden), device=device)  # float32: the owner's part, then both
         self._fetched = torch.zeros((count, config.hidden), device=device)  # the peer's part
         self._chosen = Chosen.empty(config, count, device)
-        if self._drafter is not None:
-            self._drafter.peer = PeerDrafts(
+        drafter = self._sampling_end.drafter
+        if drafter is not None:
+            drafter.peer = PeerDrafts(
                 stage.peer, self._peer_table, self._peer.scratch, places, count, device, stage.mtp_layer, len(stage.main_groups)
             )
 

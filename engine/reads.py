@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kernels.layout import StateField
 from memory.session import SessionMemory
 
 __all__ = ["Reads"]
@@ -21,8 +20,6 @@ class Reads:
         """These and what the sessions' own state has counted so far."""
         hits, misses, ring = self.hits, self.misses, self.ring
         for memory in memories:
-            state = memory.state.tolist()
-            hits += state[StateField.HITS]
-            misses += state[StateField.MISSES]
-            ring += state[StateField.RING_READS]
+            found = memory.reads
+            hits, misses, ring = hits + found[0], misses + found[1], ring + found[2]
         return Reads(hits, misses, ring)

@@ -20,7 +20,7 @@ from engine.protocol import SessionId, SessionView
 from engine.request import Request
 from engine.session import Phase, Session
 from engine.stored import reusable
-from kernels.layout import BLOCK_ROWS
+from kernels.layout import BLOCK_ROWS, RING_BLOCKS
 from memory.errors import DoesNotFit
 
 __all__ = ["Sessions"]
@@ -159,7 +159,7 @@ class Sessions:
         host = device = 0
         archive = 8 * len(session.tokens) + _MANIFEST_BYTES
         if session.memory is not None:
-            archive += session.rows * (self._loop.stage.layout.block_bytes + 70) // BLOCK_ROWS + 6 * session.memory.hidden.numel()
+            archive += session.rows * (self._loop.stage.block_bytes + 70) // BLOCK_ROWS + 6 * session.memory.hidden.numel()
             host, device = held_bytes(self._loop, session)
         return SessionView(
             id=session.id, namespace=session.namespace, phase=session.phase.value, revision=session.revision, token_ids=session.tokens,
@@ -171,13 +171,13 @@ def held_bytes(loop: StepLoop, session: Session) -> tuple[int, int]:
     """Bytes of blocks in RAM, and on the device, that a session holds; shared ones count for each that shares them."""
     memory, stage = session.memory, loop.stage
     assert memory is not None, f"{session!r} holds nothing"
-    held, key = memory.statistics(), stage.layout.key
-    blocks = held.blocks * stage.layout.block_bytes
-    pages = held.pages * stage.layout.key_layers * key.page_bytes
+    held, block_bytes = memory.statistics(), stage.block_bytes
+    blocks = held.blocks * block_bytes
+    pages = held.pages * sum(layout.key_layers * layout.key.page_bytes for layout in stage.layouts)
     if memory.ring is None:
-        return -(-held.counts.mirrored // BLOCK_ROWS) * stage.layout.block_bytes, blocks + pages
+        return -(-held.counts.mirrored // BLOCK_ROWS) * block_bytes, blocks + pages
     hot = sum(cache.row_bytes + cache.map_bytes for cache in held.hot)
-    return blocks, pages + memory.ring.buffer.numel() + hot
+    return blocks, pages + RING_BLOCKS * block_bytes + hot
 
 
 def _count(session: Session, tokens: int | None) -> int:

@@ -5,9 +5,9 @@ the model. Holds weights, layout, streams, placement. Knows no sessions by name 
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -23,7 +23,7 @@ from engine.stage_calls import Follower
 from engine.stage_streams import StageStreams
 from kernels.layout import WHOLE, BlockLayout, PageShare, TableLayout
 from kernels.place import BULK_ROWS
-from memory.arena import Arena
+from memory.arena import Arena, ArenaStatistics
 from memory.copyback import Copyback
 from memory.errors import ArenaFull, DoesNotFit, RegistrationRefused
 from memory.host import available_bytes
@@ -33,7 +33,7 @@ from memory.pool import Pool
 from memory.registration import registration_for
 from memory.rounds import Rounds
 from memory.row import key_format, key_layout, row_layout
-from streams import Backend
+from streams import Backend, Event, Stream
 from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
@@ -67,9 +67,41 @@ class Stage:
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
     forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
     before: tuple[Follower, ...] = ()  # of the stage that samples: those whose states it goes on from, in order of layers
+    carry: Stream | None = None  # where one of several stages waits for the others; None: it is the only one
 
-    def _missing(self, tokens_max: int) -> DoesNotFit | None:
-        """What all memory there is, with nobody else in it, lacks for a session of `tokens_max` tokens."""
+    @property
+    def layouts(self) -> tuple[BlockLayout, ...]:
+        """Of the blocks of every stage, in order of layers."""
+        return (*(stage.layout for stage in self.before), self.layout)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of 64 rows of every layer, on all stages."""
+        return sum(layout.block_bytes for layout in self.layouts)
+
+    @property
+    def arenas(self) -> tuple[ArenaStatistics, ...]:
+        """Of every stage, in order of layers."""
+        return (*(stage.held.arena for stage in self.before), self.arena.statistics())
+
+    def joined(self, events: Sequence[Event[Any]], *, label: str, session: str = "") -> Event[None]:
+        """Done when all of `events` are, of this stage and of others; fails with the first that does."""
+        assert self.carry is not None, "the only stage waits for no other"
+        return self.carry.submit(lambda: None, label=label, session=session, after=events)
+
+    async def idle(self) -> None:
+        """Wait until everything submitted so far is done, on every stage."""
+        for stage in self.before:
+            await stage.idle()
+        await self.streams.idle()
+        if self.carry is not None:
+            await self.carry.idle()
+
+    def missing(self, tokens_max: int) -> DoesNotFit | None:
+        """What all memory there is, with nobody else in it, lacks for a session of `tokens_max` tokens; of several stages the first's."""
+        for stage in self.before:
+            if (missing := stage.never_fits(tokens_max)) is not None:
+                return missing
         needs, has = self.placement.needs(tokens_max), self.placement.statistics()
         host_missing = max(0, needs.host_bytes - has.arena.blocks * has.arena.block_bytes)
         budget = has.pool.budget_bytes
@@ -80,13 +112,13 @@ class Stage:
 
     def tokens_fit(self, tokens_max: int) -> int:
         """The most tokens, at most `tokens_max`, of a session that all memory there is can hold with nobody else in it."""
-        if self._missing(tokens_max) is None:
+        if self.missing(tokens_max) is None:
             return tokens_max
-        return bisect.bisect_left(range(1, tokens_max), True, key=lambda tokens: self._missing(tokens) is not None)
+        return bisect.bisect_left(range(1, tokens_max), True, key=lambda tokens: self.missing(tokens) is not None)
 
     def check_size(self, tokens_max: int) -> None:
         """Raise NeverFits if all memory there is, with nobody else in it, is too little for a session of `tokens_max` tokens."""
-        missing = self._missing(tokens_max)
+        missing = self.missing(tokens_max)
         if missing is not None:
             raise NeverFits(f"a context of {tokens_max} tokens can never fit: {missing} with nobody else there; ask for fewer tokens")
 
@@ -107,24 +139,27 @@ class Stage:
 def open_stage(
     model: Model, config: EngineConfig, backend: Backend, *, name: str = "stage0", context_max: int, peer: PeerModel | None = None,
     arena_of: ArenaOf | None = None, pool_of: PoolOf = Pool, progress: Callable[[int, int], None] | None = None,
+    ledger: Ledger | None = None, share: float = 1.0, alone: bool = True,
 ) -> Stage:  # fmt: skip
     """Lay out and allocate one stage on the device that holds the model's weights; registers its host memory, which takes a while.
 
     Args: peer: the second device's part of the weights; `model` then has the first one's. arena_of, pool_of: make its arena and pools;
-        a search for bad interleavings watches them. progress: called with (blocks registered, blocks in all).
+        a search for bad interleavings watches them. progress: called with (blocks registered, blocks in all). ledger: of several stages
+        in one process; None: its own. share: of the memory that `config` and the device give. alone: whether no other stage is before or
+        behind it.
     Raises: NotAdmitted: the host cannot give the asked memory; the message has the numbers. BadSetting: the model cannot draft.
     """
     facts, device = model.config, model.device
     if device.type != "cpu" and config.decode_batch_limit > BULK_ROWS:
         raise BadSetting(f"decode_batch_limit {config.decode_batch_limit}: a device's step has at most {BULK_ROWS} rows")
-    if config.draft_depth and model.mtp is None:
+    if config.draft_depth and model.mtp is None and model.is_last:
         raise BadSetting(f"draft_depth {config.draft_depth}: the model has no MTP block to draft with; use 0 or auto")
     keys = key_format(config.index_key_format, config.row_format)
     groups = model.groups
     main_groups = groups if model.mtp is None else groups[:-1]
     layout = BlockLayout(row_layout(config.row_format, facts.latent, facts.rope), key_layout(keys, facts.index_width), groups)
-    ledger = Ledger()
-    host_bytes = (config.host_memory_bytes or available_bytes() // 2) // config.mirror_replicas
+    ledger = ledger or Ledger()
+    host_bytes = int(share * (config.host_memory_bytes or available_bytes() // 2)) // config.mirror_replicas
     least = layout.block_bytes
     if host_bytes < least:
         raise NotAdmitted(f"host memory of {host_bytes} bytes holds no block of {least} bytes; raise --host-memory")
@@ -134,7 +169,8 @@ def open_stage(
             arena = Arena(layout, host_bytes, ledger, registration=registration_for(device), progress=progress)
         else:
             arena = arena_of(layout, host_bytes, ledger)
-        pool = pool_of(device, device_budget(device), ledger)
+        budget = device_budget(device)
+        pool = pool_of(device, None if budget is None else int(share * budget), ledger)
         own = placement_of(config, facts, layout, arena, pool, WHOLE if peer is None else OWNER_SHARE)
         pair = None if peer is None else open_peer(peer, config, layout, streams, own, host_bytes, pool_of)
     except (ArenaFull, RegistrationRefused) as error:
@@ -147,6 +183,7 @@ def open_stage(
         append_rows=config.append_chunk_rows, recorder=_recorder(config, device),
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
         forced_acceptance=ForcedAcceptance(config.force_accept_rate, facts.vocabulary) if config.force_accept_rate else None,
+        carry=None if alone else backend.stream(f"{name}.carry"),
     )  # fmt: skip
 
 

@@ -96,13 +96,21 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """One step. `members`: a session each place, the places behind them are free. `rows`: query rows of each. `fresh`: who is where, or an
-    address, has changed since the last step of this shape."""
+    """One step.
+
+    members  a session each place, the places behind them are free
+    rows     query rows of each
+    fresh    who is where, or an address, has changed since the last step of this shape
+    follows  it comes behind the last step of its lane, and fails with it; False where that one failed already, or never ran
+    label    whose it is, for tapes
+    """
 
     shape: StepShape
     members: tuple[MemoryId, ...]
     rows: tuple[int, ...]
     fresh: bool
+    follows: bool
+    label: str
 
 
 class FollowerMemory(Protocol):

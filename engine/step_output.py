@@ -56,7 +56,16 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """`done`: rows written and state advanced. `output`: what the host follows. A replayed step is one operation, and both are its."""
+    """`done`: rows written and state advanced. `output`: what the host reads. A replayed step is one operation, and both are its.
+
+    `over`: of a step in several stages, when the other stages' sessions stand where this one's do; nothing else of them comes before that.
+    """
 
     done: Event[Any]
     output: Event[StepOutput]
+    over: Event[Any] | None = None
+
+    @property
+    def followed(self) -> Event[Any]:
+        """What the host waits for before it acts on the step."""
+        return self.output if self.over is None else self.over

@@ -11,7 +11,7 @@ Invariants:
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -19,13 +19,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.append import AppendRun, Scratch
+from engine.append import AppendRun
+from engine.append_scratch import Scratch
 from engine.chain import Chain
 from engine.errors import BadRequest
 from engine.protocol import SyntheticHistory
 from engine.sampling_table import SamplingState
 from engine.session import Session
 from engine.stage import Stage
+from engine.stage_calls import FollowerAppend
 from engine.unit import Unit
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from kernels.quantize import append_keys, append_rows
@@ -33,7 +35,7 @@ from memory.append import AppendChunk
 from memory.session import SessionMemory
 from streams import Event
 
-__all__ = ["SyntheticRun", "begun_with", "tokens_of", "values"]
+__all__ = ["HistoryFill", "SyntheticRun", "begun_with", "tokens_of", "values"]
 
 _DRAWS = 64  # times that a row's bytes are read and written while its values are drawn: two dozen passes over words eight times as wide
 _WORD = 0xFFFFFFFF
@@ -104,19 +106,13 @@ class SyntheticRun(AppendRun):
     """An append of `tokens` behind a made-up history."""
 
     def __init__(
-        self,
-        stage: Stage,
-        memory: SessionMemory,
-        tokens: Sequence[int],
-        sampling: SamplingState | None,
-        session: str,
-        history: SyntheticHistory,
-        scratch: Scratch | None = None,
-    ) -> None:
-        super().__init__(stage, memory, tokens, sampling, session, scratch)
+        self, stage: Stage, memory: SessionMemory, tokens: Sequence[int], sampling: SamplingState | None, session: str,
+        history: SyntheticHistory, scratch: Scratch | None = None, before: Sequence[FollowerAppend] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(stage, memory, tokens, sampling, session, scratch, before)
         self._history = history
+        self._fill = HistoryFill(stage, history, self._everywhere)
         self.done_rows = -history.rows  # these count as rows that the session had
-        self._full_layers: Tensor | None = None  # [groups] int64, on the device
 
     def units(self) -> Iterator[Unit]:
         """First the history, a chunk a unit, then the append."""
@@ -129,53 +125,77 @@ class SyntheticRun(AppendRun):
         yield from super().units()
 
     def _fill_chunk(self, rows: int) -> Event[Any]:
-        stage, streams = self._stage, self._stage.streams
-        chunk = self._memory.begin_append(rows, streams.compute)
-        self._chunk = chunk
-        chain = Chain(self._session, (chunk.ready,))
-        chain.submit(streams.compute, partial(self._fill_rows, chunk), label="history.rows")
-        chain.submit(streams.compute, partial(self._fill_keys, chunk), label="history.keys")
-        done = chain.submit(streams.compute, partial(self._fill_hidden, chunk), label="history.hidden")
-        finished = chunk.finish(streams.compute, stage.copyback, self._everywhere(chain, chunk, done))
-        self._chunk = None
-        return finished
+        ends = [part.fill(rows, self._history) for part in self._before]
+        ends.append(self._fill.chunk(self._memory, rows, self._session))
+        return ends[0] if len(ends) == 1 else self._stage.joined(ends, label="history.ends", session=self._session)
 
     def _everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
         """Bring what was filled to wherever else the session's rows are. Returns what the chunk ends behind."""
         del chain, chunk
         return done
 
+
+class HistoryFill:
+    """The part of a made-up history that one stage has."""
+
+    def __init__(
+        self, stage: Stage, history: SyntheticHistory, everywhere: Callable[[Chain, AppendChunk, Event[Any]], Event[Any]] | None = None
+    ) -> None:
+        """Args: everywhere: brings what was written to other devices; None: there are none."""
+        self._stage, self._history, self._brought = stage, history, everywhere
+        self._layers: Tensor | None = None  # [layers] int64, on the device, the model's numbers; made on the stream that uses it
+        self._full_layers: Tensor | None = None  # [groups], likewise
+
+    def chunk(self, memory: SessionMemory, rows: int, session: str) -> Event[Any]:
+        """A whole chunk, opened and finished; returns its end."""
+        stage, streams = self._stage, self._stage.streams
+        chunk = memory.begin_append(rows, streams.compute)
+        chain, events = Chain(session, (chunk.ready,)), list[Event[Any]]()
+        try:
+            for label, work in (("rows", self._fill_rows), ("keys", self._fill_keys), ("hidden", partial(self._fill_hidden, memory))):
+                events.append(chain.submit(streams.compute, partial(work, chunk), label=f"history.{label}"))
+            done = events[-1] if self._brought is None else self._brought(chain, chunk, events[-1])
+        except BaseException:
+            chunk.abandon(events)
+            raise
+        return chunk.finish(streams.compute, stage.copyback, done)
+
     def _drawn(self, layers: Tensor, kind: int, positions: Tensor, columns: int) -> Tensor:
         """Values of one kind for several layers at once, [layers, n, columns]: one draw a chunk, not one a layer."""
         found = values(self._history.seed, 3 * layers + kind, positions, columns)
         if self._stage.model.mtp is not None:
-            found *= ((positions > 0)[None, :] | (layers != self._stage.mtp_layer)[:, None])[..., None]
+            mtp = self._stage.first_layer + self._stage.mtp_layer
+            found *= ((positions > 0)[None, :] | (layers != mtp)[:, None])[..., None]
         return found
+
+    def _positions(self, chunk: AppendChunk) -> Tensor:
+        return torch.arange(chunk.first, chunk.first + chunk.rows, device=self._stage.device)
 
     def _fill_rows(self, chunk: AppendChunk) -> None:
         """Rows of every layer."""
-        layout, device = self._stage.layout, self._memory.state.device
-        positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
-        layers = torch.arange(layout.layers, device=device)
-        latents = self._drawn(layers, 0, positions, layout.row.latent)
-        ropes = self._drawn(layers, 1, positions, layout.row.rope)
+        layout, first = self._stage.layout, self._stage.first_layer
+        if self._layers is None:
+            self._layers = torch.arange(first, first + layout.layers, device=self._stage.device)
+        latents = self._drawn(self._layers, 0, self._positions(chunk), layout.row.latent)
+        ropes = self._drawn(self._layers, 1, self._positions(chunk), layout.row.rope)
         for layer in range(layout.layers):
             append_rows(latents[layer], ropes[layer], chunk.row_destinations, layout.row_offset(layer), layout.row)
 
     def _fill_keys(self, chunk: AppendChunk) -> None:
-        """Keys of each group's full layer, in the blocks and in the pages."""
-        layout, device = self._stage.layout, self._memory.state.device
-        positions = torch.arange(chunk.first, chunk.first + chunk.rows, device=device)
-        if self._full_layers is None:  # made here, on the stream that uses it
-            self._full_layers = torch.tensor([layers[0] for layers in layout.groups], device=device)
-        keys = self._drawn(self._full_layers, 2, positions, layout.key.width)
+        """Keys of each group's full layer, in the blocks and in the pages. A first group without its full layer has keys nobody reads."""
+        layout, first = self._stage.layout, self._stage.first_layer
+        if self._full_layers is None:
+            self._full_layers = torch.tensor([first + layers[0] for layers in layout.groups], device=self._stage.device)
+        keys = self._drawn(self._full_layers, 2, self._positions(chunk), layout.key.width)
         for group in range(len(layout.groups)):
             append_keys(keys[group], chunk.key_destinations, group * layout.key_layer_bytes, layout.key)
             append_keys(keys[group], chunk.page_destinations[group], 0, layout.key)
 
-    def _fill_hidden(self, chunk: AppendChunk) -> None:
-        """States after the final norm, of the last rows."""
-        end = chunk.first + chunk.rows
-        kept = self._memory.hidden
+    def _fill_hidden(self, memory: SessionMemory, chunk: AppendChunk) -> None:
+        """States after the final norm, of the last rows; the stages before the last keep none."""
+        if not self._stage.model.is_last:
+            return
+        end, kept = chunk.first + chunk.rows, memory.hidden
         positions = torch.arange(max(chunk.first, end - HIDDEN_ROWS), end, device=kept.device)
-        kept[positions % HIDDEN_ROWS] = values(self._history.seed, 3 * self._stage.layout.layers, positions, kept.shape[1])
+        number = 3 * (self._stage.first_layer + self._stage.layout.layers)
+        kept[positions % HIDDEN_ROWS] = values(self._history.seed, number, positions, kept.shape[1])

@@ -40,8 +40,9 @@ def totals(loop: StepLoop, sessions_held: Iterable[Session]) -> Statistics:
     memories = [session.memory for session in (*sessions.values(), *stored) if session.memory is not None]
     held_rows = [memory.statistics() for memory in memories]
     reads = loop.reads.plus(memories)
-    stage, arena = loop.stage, loop.stage.arena.statistics()
-    shared_bytes = (arena.references - (arena.blocks - arena.free)) * arena.block_bytes  # counted for every session that has them
+    stage = loop.stage
+    # Counted for every session that has them.
+    shared_bytes = sum((arena.references - (arena.blocks - arena.free)) * arena.block_bytes for arena in stage.arenas)
     return Statistics(
         sessions=len(sessions),
         running=len(held),
@@ -56,7 +57,7 @@ def totals(loop: StepLoop, sessions_held: Iterable[Session]) -> Statistics:
         drafts_proposed=loop.depth.counts.proposed,
         drafts_accepted=loop.depth.counts.accepted,
         stored=len(stored),
-        host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS - shared_bytes,
+        host_bytes=sum(one.counts.mirrored for one in held_rows) * stage.block_bytes // BLOCK_ROWS - shared_bytes,
         device_bytes=stage.ledger.total("device").allocated_bytes,
-        resident_bytes=sum(one.counts.logical for one in held_rows) * stage.layout.block_bytes // BLOCK_ROWS,
+        resident_bytes=sum(one.counts.logical for one in held_rows) * stage.block_bytes // BLOCK_ROWS,
     )

@@ -20,7 +20,6 @@ from engine.session import Phase, Session
 from engine.stage import Stage
 from engine.stored import Beginning, StoredSessions
 from memory.errors import DoesNotFit
-from memory.room import kept_for_cuts
 from memory.session import SessionMemory
 
 __all__ = ["WaitingLine"]
@@ -163,8 +162,7 @@ class WaitingLine:
         elif begins.in_place:
             memory = begins.source.memory
             assert memory is not None, f"{begins.source!r} was found for its rows"
-            with kept_for_cuts(memory, begins.rows, tokens_max):
-                placement.grow(memory, tokens_max)
+            placement.grow(memory, tokens_max, cut=begins.rows)
             if begins.rows < memory.counts.logical:
                 memory.truncate(begins.rows, stage.streams.compute)
             session.memory = self._stored.take(begins.source)

@@ -16,7 +16,7 @@ from itertools import count, takewhile
 
 import structlog
 
-from engine.append import reserve_scratch
+from engine.append_scratch import reserve_scratch
 from engine.protocol import EngineFace
 from engine.sampling import Sampling
 from engine.stage import Stage

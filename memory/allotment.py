@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 from memory.errors import DoesNotFit
 
-__all__ = ["Allotment", "Store", "kept_for_cut"]
+__all__ = ["Allotment", "Store", "check_replace", "kept_for_cut"]
 
 Id = TypeVar("Id")
 
@@ -189,6 +189,13 @@ class Allotment(Generic[Id]):
         assert all(self._store.references(unit) >= 1 for unit in held), "a unit is held without a reference"
         assert all(self._store.references(unit) == 1 for unit in self._spare), "a spare unit is shared"
         assert len(held) + self._reserved <= self.units_max, f"{len(held)} held, {self._reserved} reserved of {self.units_max} units"
+
+
+def check_replace(allotment: Allotment[Id], index: int) -> None:
+    """Raise DoesNotFit where `replace` would; for a unit of one's own there is nothing to replace."""
+    if allotment.shared(index) and not allotment._reserved:
+        allotment._store.reserve(1)
+        allotment._store.unreserve(1)
 
 
 @contextmanager

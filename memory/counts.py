@@ -9,6 +9,7 @@ Invariants:
    and completions of an older epoch raise nothing.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.layout import HIDDEN_ROWS
@@ -30,7 +31,7 @@ class CountsSnapshot:
 class RowCounts:
     """Counts of rows, each of all layers, keys included. Loop thread only."""
 
-    __slots__ = ("committed", "epoch", "follower", "hidden_from", "logical", "mirrored", "submitted")
+    __slots__ = ("committed", "epoch", "follower", "hidden_from", "logical", "mirrored", "retracted", "submitted")
 
     def __init__(self) -> None:
         self.logical = 0  # rows the session has; with drafts in flight, the most it can have
@@ -40,6 +41,7 @@ class RowCounts:
         self.epoch = 0
         self.hidden_from = 0
         self.follower: RowCounts | None = None  # of the same rows on another device: what is retracted here is retracted there
+        self.retracted: Callable[[int], None] | None = None  # told of every `retract`: what other stages count goes along
 
     def begin(self, rows: int, mirrored: int, hidden_from: int) -> None:
         """A session without rows gets the first `rows` rows of another one, `mirrored` of which it shares in RAM."""
@@ -73,6 +75,8 @@ class RowCounts:
         self.check_integrity()
         if self.follower is not None:
             self.follower.retract(rows)
+        if self.retracted is not None:
+            self.retracted(rows)
 
     def submit(self, rows: int) -> None:
         """Copies that cover the first `rows` rows in all were submitted."""

@@ -19,15 +19,16 @@ from functools import partial
 from torch import Tensor
 
 from kernels.layout import BLOCK_ROWS, PAGE_KEYS, StateField
+from memory.allotment import check_replace
 from memory.append import blocks_of
 from memory.arena import BlockId
 from memory.copyback import Copyback, copy_bytes, first_cause, write_state
 from memory.history import BlockStore
 from memory.keys import PAGE_BLOCKS, key_moves, span_of
-from memory.session import Holdings, SessionMemory, Shared
+from memory.session import Holdings, SessionMemory, Shared, check_copies
 from streams import Event, Full, Stream
 
-__all__ = ["begin", "own_page", "shared_rows", "shared_units"]
+__all__ = ["begin", "check_cut", "own_page", "shared_rows", "shared_units"]
 
 
 def shared_rows(source: SessionMemory, rows: int) -> int:
@@ -88,6 +89,19 @@ def begin(
             for block in range(shared // BLOCK_ROWS, rows // BLOCK_ROWS):
                 copyback.submit_block(target, block, [event])
     return event
+
+
+def check_cut(session: SessionMemory, rows: int) -> None:
+    """Raise CopybackInFlight or DoesNotFit where a truncation to `rows` rows would, before anything has changed."""
+    check_copies(session, rows)
+    pages, share = session.pages, session.pages.store.share
+    page = share.pages(rows // PAGE_KEYS)
+    if rows % PAGE_KEYS and share.has(rows // PAGE_KEYS) and page < pages.pages:
+        check_replace(pages.allotment, page)
+    block = rows // BLOCK_ROWS
+    loads = session.ring is None or block < session.counts.mirrored // BLOCK_ROWS
+    if rows % BLOCK_ROWS and loads:
+        check_replace(session.history.allotment, block)
 
 
 def own_page(holdings: Holdings, rows: int, stream: Stream) -> None:

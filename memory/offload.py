@@ -24,7 +24,7 @@ from memory.errors import RingOverrun
 from memory.fork import own_page
 from memory.hot import HotCache
 from memory.ring import AppendRing, Ring, room
-from memory.session import Holdings, Peered, SessionStatistics
+from memory.session import Holdings, Peered, SessionStatistics, reads_of
 from memory.staging import Glance
 from streams import Event, Stream
 
@@ -55,6 +55,11 @@ class OffloadSession:
     def _kept_block(self, block: int) -> Tensor:
         """RAM for blocks that are whole there, the ring for those behind."""
         return self.history.view(block) if block < self.counts.mirrored // BLOCK_ROWS else self._ring.block_view(block)
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """See SessionMemory."""
+        return reads_of(self.state)
 
     @property
     def hot(self) -> list[HotCache]:

@@ -8,6 +8,7 @@ Invariants:
 3. `broken` keeps the first failure and is never cleared.
 4. `frozen` while a copy of a block that is not full is in flight, whoever stopped waiting for it.
 5. `placing` is what committed rows lie behind: until it is done nobody knows whether they are where the host says.
+6. What one of a session's stages reports to another one's operations is held there for as long, and breaks it too.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,15 @@ class Operations:
         self._freezing: set[Event[Any]] = set()
         self._placing: dict[Event[Any], None] = {}
         self._idle_callbacks: list[Callable[[], None]] = []
+        self._told: Operations | None = None
+
+    def report_to(self, told: "Operations") -> None:
+        """From now on `told`, of the same session on another stage, holds what is held here, and breaks with it."""
+        self._told = told
+        for event in self._held:
+            told.hold(event)
+        if self.broken is not None:
+            told.break_with(self.broken)
 
     @property
     def outstanding(self) -> int:
@@ -57,6 +67,8 @@ class Operations:
         if places:
             self._placing[event] = None
         event.on_done(self._settled)
+        if self._told is not None:
+            self._told.hold(event)
 
     def _settled(self, event: Event[Any]) -> None:
         del self._held[event]
@@ -71,6 +83,8 @@ class Operations:
         """The session cannot go on; keeps the first reason."""
         if self.broken is None:
             self.broken = error
+        if self._told is not None:
+            self._told.break_with(error)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Call `callback` once, as soon as nothing is held; now if nothing is."""

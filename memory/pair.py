@@ -17,6 +17,7 @@ from memory.errors import DoesNotFit
 from memory.needs import Needs
 from memory.placement import Offload, PlacementStatistics, Resident
 from memory.replica import FollowedBlocks, OneSession, PairSession
+from memory.room import kept_for_cuts
 from memory.session import SessionMemory
 from streams import Stream
 
@@ -95,12 +96,13 @@ class PairPlacement:
         given = self.owner.shed(session.owner, shared=shared), self.peer.shed(session.peer, shared=shared)
         return any(given)
 
-    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+    def grow(self, session: SessionMemory, tokens_max: int, *, cut: int | None = None) -> bool:
         """See Placement. The peer, which takes no block of the shared arena, is asked first."""
         assert isinstance(session, PairSession), "a session of another placement"
-        changed = self.peer.grow(session.peer, tokens_max)
-        session.moved = session.moved or changed  # the owner may refuse, and the next one finds the peer grown
-        changed = self.owner.grow(session.owner, tokens_max) or session.moved
+        with kept_for_cuts(session, cut, tokens_max):
+            changed = self.peer.grow(session.peer, tokens_max)
+            session.moved = session.moved or changed  # the owner may refuse, and the next one finds the peer grown
+            changed = self.owner.grow(session.owner, tokens_max) or session.moved
         session.moved = False
         return changed
 

@@ -29,7 +29,7 @@ from memory.operations import Operations
 from memory.pool import Pool, PoolStatistics, allocated
 from memory.resident import ResidentSession
 from memory.ring import AppendRing, Ring
-from memory.room import check_room, check_still, grow_tables, let_go, tables_bytes, units_bytes, use_tables
+from memory.room import check_room, check_still, grow_tables, kept_for_cuts, let_go, tables_bytes, units_bytes, use_tables
 from memory.session import Holdings, SessionMemory, Shared
 from streams import Stream
 
@@ -57,9 +57,10 @@ class Placement(Protocol):
         """A session without rows. Raises DoesNotFit with the missing bytes per tier; nothing is held then."""
         ...
 
-    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+    def grow(self, session: SessionMemory, tokens_max: int, *, cut: int | None = None) -> bool:
         """Make room for a longer turn. Nothing of the session may be in flight.
 
+        Args: cut: rows that a cut right behind keeps, so that what it parts from shared blocks and pages does not use up the room.
         Returns: whether addresses changed, so that its step table place must be written again.
         Raises: DoesNotFit with the missing bytes per tier; the session is as before.
         """
@@ -242,11 +243,15 @@ class Offload:
         session.caches.shrink()
         return True
 
-    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+    def grow(self, session: SessionMemory, tokens_max: int, *, cut: int | None = None) -> bool:
         """See Placement. What the hot caches hold is kept; old and new ones exist together for a moment and are counted so."""
         assert isinstance(session, OffloadSession), "a session of another placement"
+        check_still(session.holdings)
+        with kept_for_cuts(session, cut, tokens_max):
+            return self._grow(session, tokens_max)
+
+    def _grow(self, session: OffloadSession, tokens_max: int) -> bool:
         holdings = session.holdings
-        check_still(holdings)
         if tokens_max <= holdings.tokens_max:
             return self._wake(session)
         more = blocks_of(tokens_max) - session.history.blocks_max + session.history.allotment.lacking
@@ -349,11 +354,14 @@ class Resident:
         rested = self.rest(session)
         return shed(session.holdings, shared=shared) or rested
 
-    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+    def grow(self, session: SessionMemory, tokens_max: int, *, cut: int | None = None) -> bool:
         """See Placement."""
         assert isinstance(session, ResidentSession), "a session of another placement"
-        holdings = session.holdings
-        check_still(holdings)
+        check_still(session.holdings)
+        with kept_for_cuts(session, cut, tokens_max):
+            return self._grow(session.holdings, tokens_max)
+
+    def _grow(self, holdings: Holdings, tokens_max: int) -> bool:
         if tokens_max <= holdings.tokens_max:
             with ExitStack() as undo:
                 undo.callback(holdings.history.grow(holdings.history.blocks_max))

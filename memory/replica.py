@@ -115,6 +115,11 @@ class PairSession:
         store = peer.history.store
         self._followed = store if isinstance(store, FollowedBlocks) else None
 
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """See SessionMemory: the owner's."""
+        return self.owner.reads
+
     def table_row(self, rows: int) -> list[int]:
         """See SessionMemory: the owner's."""
         return self.owner.table_row(rows)

@@ -19,7 +19,7 @@ from memory.arena import Arena, BlockId
 from memory.copyback import Copyback, copy_bytes, first_cause, write_state
 from memory.fork import own_page
 from memory.ring import Ring
-from memory.session import Holdings, Peered, SessionStatistics
+from memory.session import Holdings, Peered, SessionStatistics, reads_of
 from streams import Event, Stream
 
 __all__ = ["ResidentSession"]
@@ -56,6 +56,11 @@ class ResidentSession:
         for block in blocks:
             assert self._arena is not None, "blocks came from somewhere"
             self._arena.release(block)
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """See SessionMemory."""
+        return reads_of(self.state)
 
     def table_row(self, rows: int) -> list[int]:
         """See SessionMemory. RING and the groups' fields are 0."""

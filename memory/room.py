@@ -21,8 +21,14 @@ __all__ = ["check_room", "check_still", "grow_tables", "kept_for_cuts", "let_go"
 
 
 @contextmanager
-def kept_for_cuts(session: SessionMemory, rows: int, tokens_max: int) -> Iterator[None]:
-    """`allotment.kept_for_cut` of blocks and pages, on every device, for a cut to `rows` rows behind a `grow` to `tokens_max`."""
+def kept_for_cuts(session: SessionMemory, rows: int | None, tokens_max: int) -> Iterator[None]:
+    """`allotment.kept_for_cut` of blocks and pages, on every device, for a cut to `rows` rows behind a `grow` to `tokens_max`.
+
+    Args: rows: None: there is no cut.
+    """
+    if rows is None:
+        yield
+        return
     parts = (session,) if session.peered is None else (session.peered.owner, session.peered.peer)
     with ExitStack() as kept:
         for part in parts:

@@ -34,7 +34,7 @@ from memory.ring import Ring
 from memory.staging import behind_fills
 from streams import Event, Stream
 
-__all__ = ["Holdings", "Peered", "SessionMemory", "SessionStatistics", "Shared"]
+__all__ = ["Holdings", "Peered", "SessionMemory", "SessionStatistics", "Shared", "check_copies", "reads_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,11 @@ class SessionMemory(Protocol):
     peered: Peered | None  # of a session on two devices; what stands beside is then the owner's. None: there is one device
     device_block: Callable[[int], Tensor]  # block -> uint8 [block_bytes]; offload: only blocks from mirrored // 64 on are promised
     mirror_block: Callable[[int], Tensor]  # block -> uint8 [block_bytes] in RAM; resident: takes an arena block, may raise ArenaFull
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """Hits, misses and ring reads of its steps so far, as the device counts them: it waits for a device."""
+        ...
 
     def table_row(self, rows: int) -> list[int]:
         """This session's fields of the step table, in TableLayout order, for steps of `rows` query rows."""
@@ -283,16 +288,9 @@ class Holdings:
 
     def may_truncate(self, rows: int) -> None:
         """Raise CopybackInFlight unless a cut to `rows` rows is safe now."""
-        counts = self.counts
         assert not self.closed, f"session {self.session_id} is closed"
         assert not self.chunk_open, f"session {self.session_id} has an open chunk"
-        assert 0 <= rows <= counts.logical, f"truncate {counts.logical} rows to {rows}"
-        behind = counts.mirrored < counts.submitted and self.operations.broken is None
-        if (rows < counts.submitted and behind) or self.operations.frozen:
-            raise CopybackInFlight(
-                f"session {self.session_id}: {counts.submitted} rows submitted, {counts.mirrored} mirrored, cut to {rows}, "
-                f"{self.operations.outstanding} operations in flight"
-            )
+        check_copies(self, rows)
 
     def close(self) -> None:
         """See SessionMemory."""
@@ -311,6 +309,30 @@ class Holdings:
         assert blocks * BLOCK_ROWS >= self.counts.logical, f"{blocks} blocks for {self.counts.logical} rows"
         assert self.keys_shed or pages >= pages_of(self.counts.logical, self.share), f"{pages} pages for {self.counts.logical} rows"
         assert int(self.state[StateField.MIRRORED]) >= self.counts.mirrored, "the host counts rows that the device does not"
+
+
+class _Copied(Protocol):
+    session_id: str
+    counts: RowCounts
+    operations: Operations
+
+
+def check_copies(session: _Copied, rows: int) -> None:
+    """Raise CopybackInFlight if a cut to `rows` rows would go into rows of a copy in flight."""
+    counts, operations = session.counts, session.operations
+    assert 0 <= rows <= counts.logical, f"truncate {counts.logical} rows to {rows}"
+    behind = counts.mirrored < counts.submitted and operations.broken is None
+    if (rows < counts.submitted and behind) or operations.frozen:
+        raise CopybackInFlight(
+            f"session {session.session_id}: {counts.submitted} rows submitted, {counts.mirrored} mirrored, cut to {rows}, "
+            f"{operations.outstanding} operations in flight"
+        )
+
+
+def reads_of(state: Tensor) -> tuple[int, int, int]:
+    """Hits, misses and ring reads that a session's state counts."""
+    counted = state.tolist()
+    return counted[StateField.HITS], counted[StateField.MISSES], counted[StateField.RING_READS]
 
 
 def _behind_fills(device: torch.device, work: Callable[[], None]) -> None:

@@ -7,6 +7,8 @@ Parts
     identity.py   what an engine's sessions belong to: architecture, weights, formats, layers
     directory.py  the directory: its lock, names, durable renames, leftovers
     writer.py     one export, blocking; reader.py: one import, blocking
+    checksums.py  what tells one layer's weights from another's
+    places.py     a session's blocks on all stages
     ahead.py      blocking work in threads, a few pieces at a time, followed in order on the loop
     transfers.py  `Archives`: sessions of an engine out and in
     stages.py     archives of layer ranges into one, and back; listing.py: what lies in a directory, for the command line

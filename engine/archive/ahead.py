@@ -9,8 +9,8 @@ Invariants:
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from contextlib import aclosing, asynccontextmanager
 from typing import Final, Protocol, TypeVar
 
 __all__ = ["AHEAD", "beside", "held", "in_order"]
@@ -50,7 +50,7 @@ async def held(make: Callable[[], C]) -> AsyncIterator[C]:
         await beside(made.close)
 
 
-async def in_order(works: Iterable[Callable[[], T]], follow: Callable[[T], Awaitable[None]]) -> None:
+async def in_order(works: AsyncGenerator[Callable[[], T], None], follow: Callable[[T], Awaitable[None]]) -> None:
     """Run all of `works`, `AHEAD` at a time, and await `follow` of each result, in their order.
 
     A piece is made when there is a thread for it, after the piece `AHEAD` before it was followed. The first failure ends all.
@@ -58,11 +58,12 @@ async def in_order(works: Iterable[Callable[[], T]], follow: Callable[[T], Await
     loop = asyncio.get_running_loop()
     running: deque[asyncio.Future[T]] = deque()
     try:
-        for work in works:
-            running.append(loop.run_in_executor(None, work))
-            if len(running) == AHEAD:
-                await _settle([running[0]])
-                await follow(running.popleft().result())
+        async with aclosing(works):
+            async for work in works:
+                running.append(loop.run_in_executor(None, work))
+                if len(running) == AHEAD:
+                    await _settle([running[0]])
+                    await follow(running.popleft().result())
         while running:
             await _settle([running[0]])
             await follow(running.popleft().result())

@@ -19,9 +19,10 @@ import xxhash
 from engine.archive.manifest import Kind, Segment
 from kernels.layout import BLOCK_ROWS
 
-__all__ = ["Bytes", "Part", "checksum", "piece_bytes", "piece_offset", "segment_bytes", "segment_checksum"]
+__all__ = ["Block", "Bytes", "Part", "checksum", "piece_bytes", "piece_offset", "segment_bytes", "segment_checksum"]
 
 Bytes: TypeAlias = numpy.typing.NDArray[numpy.uint8]  # whoever needs a buffer takes its `.data`
+Block: TypeAlias = Bytes | tuple[Bytes, ...]  # 64 rows: uint8 [block_bytes] of one stage, or one of each of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,14 @@ class Part:
     layers: int
     unit_bytes: int
     scale_bytes: int = 0  # of a unit, that lie behind the other bytes of all of them
+    stage: int = 0  # whose blocks these are, among several stages
 
     @property
     def end_layer(self) -> int:
         return self.first_layer + self.layers
 
-    def of(self, block: Bytes, first_layer: int, layers: int) -> list[Bytes]:
-        """Planes of some of the part's layers in a block, uint8 [block_bytes]. Views."""
+    def of(self, block: Block, first_layer: int, layers: int) -> list[Bytes]:
+        """Planes of some of the part's layers in a block. Views."""
         return self.planes(self._flat(block, first_layer, layers), layers)
 
     def planes(self, piece: Bytes, layers: int) -> list[Bytes]:
@@ -51,14 +53,15 @@ class Part:
         parts = [by_layer[:, :cut], by_layer[:, cut:]] if self.scale_bytes else [by_layer]
         return [part.reshape(layers, units, -1) for part in parts]
 
-    def _flat(self, block: Bytes, first_layer: int, layers: int) -> Bytes:
+    def _flat(self, block: Block, first_layer: int, layers: int) -> Bytes:
         assert self.first_layer <= first_layer, f"layer {first_layer} before {self.first_layer}"
         assert first_layer + layers <= self.end_layer, f"layer {first_layer + layers - 1} behind {self.end_layer - 1}"
         layer_bytes = BLOCK_ROWS * self.unit_bytes
         start = self.offset + (first_layer - self.first_layer) * layer_bytes
-        return block[start : start + layers * layer_bytes]
+        own = block[self.stage] if isinstance(block, tuple) else block
+        return own[start : start + layers * layer_bytes]
 
-    def piece(self, block: Bytes, rows: int, first_layer: int, layers: int) -> Bytes:
+    def piece(self, block: Block, rows: int, first_layer: int, layers: int) -> Bytes:
         """uint8, flat: the first `rows` positions of some of the part's layers. A view when they are 64."""
         if rows == BLOCK_ROWS:
             return self._flat(block, first_layer, layers)

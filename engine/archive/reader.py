@@ -17,7 +17,7 @@ from engine.archive.checks import check, check_fits
 from engine.archive.directory import Directory, said
 from engine.archive.identity import Identity
 from engine.archive.manifest import Manifest, Segment, decode
-from engine.archive.parts import Bytes, Part, checksum, piece_bytes, piece_offset, segment_bytes
+from engine.archive.parts import Block, Bytes, Part, checksum, piece_bytes, piece_offset, segment_bytes
 from engine.archive.vectors import read_all, read_into
 from engine.errors import ArchiveRefused
 from kernels.layout import BLOCK_ROWS
@@ -56,7 +56,7 @@ class _Run:
     segment: Segment
     part: Part
     piece: int  # number of the first
-    blocks: Sequence[Bytes]
+    blocks: Sequence[Block]
 
     def size_bytes(self, place: int) -> int:
         """Of the piece in the file that belongs to block `place` of these."""
@@ -81,10 +81,10 @@ class Reader:
         try:
             self.manifest = open_manifest(self._directory)
             check_fits(self.manifest, identity, self._directory.where)
-            self._segments = {part.kind: self._of(part) for part in identity.parts}
+            self._segments = {part: self._of(part) for part in identity.parts}
             self._parts = identity.parts
             for part in identity.parts:
-                for segment in self._segments[part.kind]:
+                for segment in self._segments[part]:
                     check_file(self._directory, segment, segment_bytes(segment, part.unit_bytes))
         except BaseException:
             self.close()
@@ -95,13 +95,14 @@ class Reader:
         return [
             segment
             for segment in self.manifest.segments
-            if segment.kind == part.kind
+            if part.layers  # a stage inside one group has no keys
+            and segment.kind == part.kind
             and segment.first_layer < part.end_layer
             and part.first_layer < segment.first_layer + segment.layers
         ]
 
-    def read(self, first: int, blocks: Sequence[Bytes]) -> int:
-        """Fill some consecutive blocks, each uint8 [block_bytes], from number `first` on, as far as they have rows.
+    def read(self, first: int, blocks: Sequence[Block]) -> int:
+        """Fill some consecutive blocks, each a `Block`, from number `first` on, as far as they have rows.
 
         Returns: bytes. Raises: ArchiveRefused: damaged or truncated, naming file and rows. ArchiveFailed.
         """
@@ -109,7 +110,7 @@ class Reader:
         # Two readers of one disk take half as long again as one (two cores, ext4, 215 MiB). While one thread reads, others compare.
         with said(self._directory.where, "read"), self._reading:
             for part in self._parts:
-                for segment in self._segments[part.kind]:
+                for segment in self._segments[part]:
                     start = max(first, segment.first_row // BLOCK_ROWS)
                     stop = min(first + len(blocks), -(-segment.end_row // BLOCK_ROWS))
                     if start < stop:
@@ -166,7 +167,7 @@ class Reader:
         self._directory.close()
 
 
-def _scatter(found: Bytes, segment: Segment, part: Part, block: Bytes) -> None:
+def _scatter(found: Bytes, segment: Segment, part: Part, block: Block) -> None:
     """A piece that is short, or that has layers which the stage has not, to its places in a block."""
     start, end = max(segment.first_layer, part.first_layer), min(segment.first_layer + segment.layers, part.end_layer)
     for there, here in zip(part.planes(found, segment.layers), part.of(block, start, end - start), strict=True):

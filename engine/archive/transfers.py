@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ import torch
 from engine.archive.ahead import AHEAD, beside, held, in_order
 from engine.archive.identity import Identity
 from engine.archive.manifest import Manifest
-from engine.archive.parts import Bytes
+from engine.archive.parts import Block
+from engine.archive.places import Places
 from engine.archive.reader import Reader
 from engine.archive.writer import SEGMENT_BYTES, Writer
 from engine.errors import ForebayError, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
@@ -35,7 +36,7 @@ from engine.stage import Stage
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from memory.append import blocks_of
 from memory.errors import BarrierFailed, DoesNotFit
-from memory.image import Image, Loading, read_out
+from memory.image import Image
 from memory.session import SessionMemory
 from streams import StreamError
 
@@ -90,7 +91,7 @@ class Archives:
         return self._identity
 
     def _batch(self) -> int:
-        return max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._stage.layout.block_bytes))
+        return max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // self._stage.block_bytes))
 
     # Out.
 
@@ -132,8 +133,9 @@ class Archives:
     ) -> Manifest:  # fmt: skip
         image = Image(0, torch.zeros((HIDDEN_ROWS, identity.hidden_width)), 0)
         if memory is not None:
-            image = await read_out(memory, self._stage.copyback)
-            await self._write_rows(session, memory, writer, image.rows, progress)
+            places = Places(self._stage, memory)
+            image = await places.read_out()
+            await self._write_rows(session, places, writer, image.rows, progress)
         kept = identity.keeps_hidden and image.rows
         manifest = Manifest(
             session=session.id, revision=revision, architecture=identity.architecture, model=identity.model[:1000],
@@ -146,12 +148,10 @@ class Archives:
         await beside(partial(writer.commit, manifest))
         return manifest
 
-    async def _write_rows(
-        self, session: Session, memory: SessionMemory, writer: Writer, rows: int, progress: TransferProgress | None
-    ) -> None:
-        block_bytes, batch = self._stage.layout.block_bytes, self._batch()
+    async def _write_rows(self, session: Session, places: Places, writer: Writer, rows: int, progress: TransferProgress | None) -> None:
+        block_bytes, batch = self._stage.block_bytes, self._batch()
         total, done = rows * block_bytes // BLOCK_ROWS, 0
-        same = await self._same(session, memory, writer, rows)
+        same = await self._same(session, places, writer, rows)
         writer.keep(min(rows, BLOCK_ROWS * same))
 
         async def follow(written: int) -> None:
@@ -164,10 +164,10 @@ class Archives:
         for first in range(same, blocks_of(rows), blocks):
             stop = min(first + blocks, blocks_of(rows))
             await beside(partial(writer.begin_segment, first, min(rows, BLOCK_ROWS * stop) - BLOCK_ROWS * first))
-            await in_order((partial(writer.write, *one) for one in _batches(memory, first, stop, batch)), follow)
+            await in_order(_writes(writer, places.batches(first, stop, batch)), follow)
             await beside(writer.end_segment)
 
-    async def _same(self, session: Session, memory: SessionMemory, writer: Writer, rows: int) -> int:
+    async def _same(self, session: Session, places: Places, writer: Writer, rows: int) -> int:
         """Blocks at the start that the archive has as they are."""
         same, differs = 0, False
 
@@ -178,8 +178,8 @@ class Archives:
                 same += found[0]
                 differs = found[0] < found[1]
 
-        def works() -> Iterator[Callable[[], tuple[int, int]]]:
-            for first, blocks in _batches(memory, 0, min(writer.may_have, blocks_of(rows)), self._batch()):
+        async def works() -> AsyncGenerator[Callable[[], tuple[int, int]], None]:
+            async for first, blocks in places.batches(0, min(writer.may_have, blocks_of(rows)), self._batch()):
                 if differs:
                     return
                 yield partial(_compare, writer, first, blocks, rows)
@@ -272,29 +272,28 @@ class Archives:
 
     async def _fill(self, memory: SessionMemory, reader: Reader, progress: TransferProgress | None) -> None:
         stage, manifest, batch = self._stage, reader.manifest, self._batch()
-        blocks, total, done = blocks_of(manifest.rows), manifest.rows * stage.layout.block_bytes // BLOCK_ROWS, 0
-        streams, window = stage.streams, AHEAD * batch
-        loading = Loading(memory, stage.layout, manifest.rows, tables=streams.compute, copies=streams.copyback, window=window)
+        blocks, total, done = blocks_of(manifest.rows), manifest.rows * self._stage.block_bytes // BLOCK_ROWS, 0
+        places = Places(stage, memory)
+        await places.begin(manifest.rows, AHEAD * batch)
 
         async def follow(found: tuple[int, int]) -> None:
             nonlocal done
-            await loading.place(*found)
+            await places.place(*found)
             if self._closing:
                 raise NotAdmitted("the engine is draining; ask another one or try later", retry_after_s=5.0)
-            done = min(BLOCK_ROWS * found[1], manifest.rows) * stage.layout.block_bytes // BLOCK_ROWS
+            done = min(BLOCK_ROWS * found[1], manifest.rows) * self._stage.block_bytes // BLOCK_ROWS
             if progress is not None:
                 progress(done, total)
 
-        def works() -> Iterator[Callable[[], tuple[int, int]]]:
+        async def works() -> AsyncGenerator[Callable[[], tuple[int, int]], None]:
             for first in range(0, blocks, batch):
-                targets = [loading.target(block).numpy() for block in range(first, min(first + batch, blocks))]
-                yield partial(_read, reader, first, targets)
+                yield partial(_read, reader, first, await places.targets(first, min(first + batch, blocks)))
 
         await in_order(works(), follow)
         hidden = torch.zeros_like(memory.hidden, device="cpu")
         if manifest.hidden:
             hidden = torch.frombuffer(bytearray(manifest.hidden), dtype=torch.float32).view(hidden.shape)
-        await loading.finish(hidden, manifest.hidden_from)
+        await places.finish(hidden, manifest.hidden_from)
 
     async def close(self) -> None:
         """Stop what is under way, and wait for it; what was going out stays as it was on disk, what was coming in is gone."""
@@ -311,18 +310,19 @@ class _Arrival:
     id: SessionId | None = None
 
 
-def _batches(memory: SessionMemory, first: int, stop: int, batch: int) -> Iterator[tuple[int, list[Bytes]]]:
-    """Blocks [first, stop) of the mirror, a batch at a time."""
-    for start in range(first, stop, batch):
-        yield start, [memory.mirror_block(block).numpy() for block in range(start, min(start + batch, stop))]
+async def _writes(
+    writer: Writer, batches: AsyncGenerator[tuple[int, list[Block]], None]
+) -> AsyncGenerator[Callable[[], int], None]:  # fmt: skip
+    async for first, blocks in batches:
+        yield partial(writer.write, first, blocks)
 
 
-def _compare(writer: Writer, first: int, blocks: list[Bytes], rows: int) -> tuple[int, int]:
+def _compare(writer: Writer, first: int, blocks: list[Block], rows: int) -> tuple[int, int]:
     """Work: how many blocks of a batch the archive has, and how many they are."""
     return writer.same(first, blocks, rows), len(blocks)
 
 
-def _read(reader: Reader, first: int, targets: list[Bytes]) -> tuple[int, int]:
+def _read(reader: Reader, first: int, targets: list[Block]) -> tuple[int, int]:
     """Work: fill a batch; returns its blocks' numbers, first and behind the last."""
     reader.read(first, targets)
     return first, first + len(targets)

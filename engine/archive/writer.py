@@ -22,7 +22,7 @@ from engine.archive.checks import check
 from engine.archive.directory import MANIFEST, Directory, said
 from engine.archive.identity import Identity
 from engine.archive.manifest import Manifest, Segment, decode, encode
-from engine.archive.parts import Bytes, Part, checksum, piece_bytes, piece_offset, segment_bytes, segment_checksum
+from engine.archive.parts import Block, Part, checksum, piece_bytes, piece_offset, segment_bytes, segment_checksum
 from engine.archive.vectors import begin_flush, read_all, write_all
 from engine.errors import ArchiveRefused
 from kernels.layout import BLOCK_ROWS
@@ -115,8 +115,8 @@ class Writer:
             return os.fstat(file).st_size == segment_bytes(segment, self._part(segment).unit_bytes)
 
     def _part(self, segment: Segment) -> Part:
-        rows, keys = self._identity.parts
-        return rows if segment.kind == "rows" else keys
+        """One of its kind: units of all are alike."""
+        return next(part for part in self._identity.parts if part.kind == segment.kind)
 
     # What is there already.
 
@@ -125,10 +125,10 @@ class Writer:
         """Blocks at the start that the archive may have."""
         return blocks_of(max((segment.end_row for segment in self._held), default=0))
 
-    def same(self, first: int, blocks: Sequence[Bytes], rows: int) -> int:
+    def same(self, first: int, blocks: Sequence[Block], rows: int) -> int:
         """How many of some consecutive blocks, from the first on, the archive has as they are here.
 
-        Args: first: number of the first block. blocks: uint8 [block_bytes] each. rows: of the whole session.
+        Args: first: number of the first block. blocks: a `Block` each. rows: of the whole session.
         Raises: ArchiveFailed.
         """
         with said(self._directory.where, "read"):
@@ -138,7 +138,7 @@ class Writer:
                     return place
         return len(blocks)
 
-    def _part_same(self, part: Part, number: int, block: Bytes, within: int) -> bool:
+    def _part_same(self, part: Part, number: int, block: Block, within: int) -> bool:
         covered = part.first_layer
         for segment in sorted(self._covering(part, number), key=lambda one: one.first_layer):
             start, end = max(segment.first_layer, part.first_layer), min(segment.first_layer + segment.layers, part.end_layer)
@@ -149,10 +149,11 @@ class Writer:
         return covered == part.end_layer
 
     def _covering(self, part: Part, number: int) -> list[Segment]:
-        row = BLOCK_ROWS * number
-        return [one for one in self._held if one.kind == part.kind and one.first_row <= row < one.end_row]
+        row, there = BLOCK_ROWS * number, [one for one in self._held if one.kind == part.kind]
+        beside = [one for one in there if one.first_layer < part.end_layer and part.first_layer < one.first_layer + one.layers]
+        return [one for one in beside if one.first_row <= row < one.end_row]
 
-    def _piece_same(self, segment: Segment, part: Part, number: int, block: Bytes, within: int) -> bool:
+    def _piece_same(self, segment: Segment, part: Part, number: int, block: Block, within: int) -> bool:
         piece = number - segment.first_row // BLOCK_ROWS
         there = min(BLOCK_ROWS, segment.rows - BLOCK_ROWS * piece)
         if there < within:
@@ -180,7 +181,7 @@ class Writer:
         self._new = [msgspec.structs.replace(one, counted=min(most, rows - one.first_row)) for one, most in zip(kept, whole, strict=True)]
 
     def begin_segment(self, first: int, rows: int) -> None:
-        """Begin a segment of rows and one of keys, from block `first` on. Raises ArchiveFailed."""
+        """Begin a segment of rows and one of keys, of each stage, from block `first` on. Raises ArchiveFailed."""
         assert not self._open, "a segment is open"
         with said(self._directory.where, "write"):
             for part in self._identity.parts:
@@ -188,8 +189,8 @@ class Writer:
                     name, file = self._directory.part(part.kind)
                     self._open.append(_Open(part, first, rows, name, file, [""] * blocks_of(rows)))
 
-    def write(self, first: int, blocks: Sequence[Bytes]) -> int:
-        """Write some consecutive blocks, each uint8 [block_bytes], of the open segment. Returns bytes. Raises ArchiveFailed."""
+    def write(self, first: int, blocks: Sequence[Block]) -> int:
+        """Write some consecutive blocks, each a `Block`, of the open segment. Returns bytes. Raises ArchiveFailed."""
         total = 0
         with said(self._directory.where, "write"):
             for one in self._open:

@@ -12,7 +12,7 @@ Source: model.md, sections 2.1, 3 and 4.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from kernels.linear import linear
 from kernels.norm import rms_norm
 from kernels.rope import rope_frequencies, rope_table
 
-__all__ = ["Model", "check_names", "load_model"]
+__all__ = ["Model", "check_names", "load_model", "stage_of"]
 
 # Copies of the main model's own tensors that some conversions keep under the MTP block.
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -67,6 +67,17 @@ class Model:
         """Selection groups as LOCAL layers, the MTP block's last."""
         return self.config.local_groups(range(self.first_layer, self.first_layer + len(self.layers)), mtp=self.mtp is not None)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the model's last layer: then it has the output head, and samples."""
+        return self.norm is not None
+
+    @property
+    def cuts_group(self) -> bool:
+        """Whether the stage ends inside a selection group: the next one goes on with its selection."""
+        end = self.first_layer + len(self.layers)
+        return end < self.config.layers and not self.config.full_layers[end]
+
     def embed(self, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Embedding rows [T, H] of token ids, int64 [T], each below the vocabulary; into `out` if given."""
         assert self.embedding is not None, "this stage has no embedding"
@@ -82,10 +93,14 @@ class Model:
         return rms_norm(x, self.norm, self.config.norm_eps)
 
     def norm_after(self, local: int) -> tuple[Tensor, float]:
-        """Weight [H] and eps of the norm that reads the residual state behind a local layer: the next layer's first, or the final one."""
+        """Weight [H] and eps of the norm that reads the residual state behind a local layer: the next layer's first, or the final one.
+
+        Behind the last layer of a stage that hands its state on nobody reads the norm: it is its own first one, for its width.
+        """
         if local + 1 < len(self.layers):
             return self.layers[local + 1].input_norm, self.layers[local + 1].norm_eps
-        assert self.norm is not None, "this stage has no final norm"
+        if self.norm is None:
+            return self.layers[local].input_norm, self.layers[local].norm_eps
         return self.norm, self.config.norm_eps
 
     def logits(self, h: Tensor) -> Tensor:
@@ -97,6 +112,19 @@ class Model:
         """The MTP block's residual input [T, H]: row (hidden of position p - 1, token at p), ids int64 [T], hidden [T, H]."""
         assert self.mtp is not None, "no MTP block is loaded"
         return self.mtp.join_input(self.embed(ids), hidden)
+
+
+def stage_of(whole: Model, layers: range) -> Model:
+    """Some layers of a model that is loaded whole, as one stage: the same weights, none of them copied."""
+    assert whole.first_layer == 0, "not a whole model"
+    assert len(whole.layers) == whole.config.layers, "not a whole model"
+    last = layers.stop == whole.config.layers
+    mtp = whole.mtp if last else None
+    return replace(
+        whole, first_layer=layers.start, layers=whole.layers[layers.start : layers.stop], mtp=mtp,
+        embedding=whole.embedding if layers.start == 0 or mtp is not None else None, norm=whole.norm if last else None,
+        head=whole.head if last else None,
+    )  # fmt: skip
 
 
 def load_model(

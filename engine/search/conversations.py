@@ -65,7 +65,7 @@ async def decode(scene: Scene) -> None:
     await _references(scene, scripts)
     async with open_engine(scene, **settings_of(scene.rng)) as (engine, _):
         await _all(await _clients(scene, engine, scripts))
-        together = max(places for places, *_ in engine._loop._batches._buckets)
+        together = max(shape.places for shape in engine._loop._batches._buckets)
         assert scene.faulty or together >= 2 or engine.config.decode_batch_limit == 1, "no two sessions shared a step"
     if not scene.faulty:
         assert scene.watch.rises + scene.watch.gathers > 0, "the oracle compared nothing"

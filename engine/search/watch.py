@@ -218,9 +218,9 @@ class WatchedPlacement:
         self._watch.opened(memory)
         return memory
 
-    def grow(self, session: SessionMemory, tokens_max: int) -> bool:
+    def grow(self, session: SessionMemory, tokens_max: int, *, cut: int | None = None) -> bool:
         """See Placement."""
-        return self._inner.grow(session, tokens_max)
+        return self._inner.grow(session, tokens_max, cut=cut)
 
     def fork(
         self, source: SessionMemory, session_id: str, tokens_max: int, rows: int, *, compute: Stream, copyback: Copyback

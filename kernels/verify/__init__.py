@@ -9,11 +9,11 @@ position, so what is accepted is exactly what would have been sampled without dr
 
 from torch import Tensor
 
-from kernels.layout import DRAFTS_MAX
+from kernels.layout import DRAFTS_MAX, STATE_FIELDS
 from kernels.place import on_cpu
 from kernels.verify import reference
 
-__all__ = ["accept_rows", "keep_drafts", "spread_rows"]
+__all__ = ["accept_rows", "keep_drafts", "read_standing", "spread_rows", "write_standing"]
 
 
 def spread_rows(
@@ -83,3 +83,33 @@ def keep_drafts(table: Tensor, drafts: Tensor, ends: Tensor) -> None:
         from kernels.verify import kernel
 
         kernel.keep_drafts(table, drafts, ends)
+
+
+def read_standing(table: Tensor, standing: Tensor) -> None:
+    """Where the sessions of a step stand, for other stages that hold rows of them.
+
+    table     [places, fields]        int64  device
+    standing  [places, STATE_FIELDS]  int64  device  written in full: each place's state; zeros for a free place
+    """
+    assert standing.shape == (table.shape[0], STATE_FIELDS), f"{tuple(standing.shape)} for {table.shape[0]} places"
+    if on_cpu("read_standing", table):
+        reference.read_standing(table, standing)
+    else:
+        from kernels.verify import kernel
+
+        kernel.read_standing(table, standing)
+
+
+def write_standing(table: Tensor, standing: Tensor) -> None:
+    """Make the sessions of a step stand where another stage's do: LOGICAL, TOKEN and the drafts; what is a stage's own stays.
+
+    table     [places, fields]        int64  device
+    standing  [places, STATE_FIELDS]  int64  device  from `read_standing`, of the same sessions in the same places
+    """
+    assert standing.shape == (table.shape[0], STATE_FIELDS), f"{tuple(standing.shape)} for {table.shape[0]} places"
+    if on_cpu("write_standing", table):
+        reference.write_standing(table, standing)
+    else:
+        from kernels.verify import kernel
+
+        kernel.write_standing(table, standing)

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layout import BLOCK_ROWS, DRAFTS_MAX, StateField, TableField, TableLayout
+from kernels.layout import BLOCK_ROWS, DRAFTS_MAX, STATE_FIELDS, StateField, TableField, TableLayout
 
-__all__ = ["accept_rows", "keep_drafts", "spread_rows"]
+__all__ = ["accept_rows", "keep_drafts", "read_standing", "spread_rows", "write_standing"]
 
 ROWS = tl.constexpr(TableField.ROWS)
 STATE = tl.constexpr(TableField.STATE)
@@ -23,6 +23,8 @@ DRAFT_COUNT = tl.constexpr(StateField.DRAFT_COUNT)
 DRAFTS = tl.constexpr(StateField.DRAFTS)
 TILE = tl.constexpr(DRAFTS_MAX + 1)  # rows a place has at most: a power of two
 B_ROWS = tl.constexpr(BLOCK_ROWS)
+STATE_WIDTH = tl.constexpr(STATE_FIELDS)
+STATE_TILE = tl.constexpr(triton.next_power_of_2(STATE_FIELDS))
 INT64 = tl.constexpr(tl.pointer_type(tl.int64))
 COUNTS = tl.constexpr(tl.pointer_type(tl.int32))
 
@@ -105,6 +107,28 @@ def _keep_drafts(table, drafts, ends, ends_count, FIELDS: tl.constexpr, WIDTH: t
         tl.store(state + DRAFTS + column - 1, tl.where(column <= count, draft, 0), mask=column > 0)
 
 
+@triton.jit
+def _read_standing(table, standing, FIELDS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    fields = table + place * FIELDS
+    busy = tl.load(fields + ROWS) > 0
+    state = tl.load(fields + STATE, mask=busy, other=0).to(INT64)
+    field = tl.arange(0, STATE_TILE)
+    inside = field < STATE_WIDTH
+    tl.store(standing + place * STATE_WIDTH + field, tl.load(state + field, mask=inside & busy, other=0), mask=inside)
+
+
+@triton.jit
+def _write_standing(table, standing, FIELDS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    fields = table + place * FIELDS
+    busy = tl.load(fields + ROWS) > 0
+    state = tl.load(fields + STATE, mask=busy, other=0).to(INT64)
+    field = tl.arange(0, STATE_TILE)
+    moved = busy & (field < STATE_WIDTH) & ((field == LOGICAL) | (field == TOKEN) | (field == DRAFT_COUNT) | (field >= DRAFTS))
+    tl.store(state + field, tl.load(standing + place * STATE_WIDTH + field, mask=moved, other=0), mask=moved)
+
+
 def spread_rows(
     table: Tensor, place_of: Tensor, positions: Tensor, tokens: Tensor, mirrored: Tensor, judged: Tensor, bad_layer: Tensor
 ) -> None:  # fmt: skip
@@ -131,6 +155,18 @@ def keep_drafts(table: Tensor, drafts: Tensor, ends: Tensor) -> None:
     _keep_drafts[(places,)](table, drafts.contiguous(), ends, ends.shape[0], fields, drafts.shape[1], tile, num_warps=1)
 
 
+def read_standing(table: Tensor, standing: Tensor) -> None:
+    """See kernels/verify."""
+    places, fields = table.shape
+    _read_standing[(places,)](table, standing, fields, num_warps=1)
+
+
+def write_standing(table: Tensor, standing: Tensor) -> None:
+    """See kernels/verify."""
+    places, fields = table.shape
+    _write_standing[(places,)](table, standing, fields, num_warps=1)
+
+
 _TABLE = {"table": "*i64", "FIELDS": TableLayout(22).fields, "num_warps": 1}
 _JUDGED = {"place_of": "*i32", "tokens": "*i64", "samples": "*i64", "bad_layer": "*i64", "output_counts": "*i64", "accepted": "*i64"}
 _SPREAD = {"place_of": "*i32"} | dict.fromkeys(("positions", "tokens", "mirrored", "judged", "bad_layer"), "*i64")
@@ -141,4 +177,6 @@ COMPILE = [
     (_accept_rows, _TABLE | _JUDGED | {"next_of": "*i32", "EACH": 1}),
     (_keep_drafts, _TABLE | {"drafts": "*i64", "ends": "*i64", "ends_count": "i32", "WIDTH": 3, "ENDS_TILE": 4}),
     (_keep_drafts, _TABLE | {"drafts": "*i64", "ends": "*i64", "ends_count": 1, "WIDTH": 7, "ENDS_TILE": 1}),
+    (_read_standing, _TABLE | {"standing": "*i64"}),
+    (_write_standing, _TABLE | {"standing": "*i64"}),
 ]

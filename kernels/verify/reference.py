@@ -15,7 +15,9 @@ from torch import Tensor
 from kernels.address import tensor_at
 from kernels.layout import BLOCK_ROWS, DRAFTS_MAX, STATE_FIELDS, StateField, TableField
 
-__all__ = ["accept_rows", "keep_drafts", "spread_rows"]
+__all__ = ["accept_rows", "keep_drafts", "read_standing", "spread_rows", "write_standing"]
+
+_STANDING = [StateField.LOGICAL, StateField.TOKEN, StateField.DRAFT_COUNT, *range(StateField.DRAFTS, STATE_FIELDS)]
 
 
 def _busy(table: Tensor) -> list[tuple[int, int, Tensor]]:
@@ -82,3 +84,14 @@ def keep_drafts(table: Tensor, drafts: Tensor, ends: Tensor) -> None:
             count += 1
         state[StateField.DRAFTS + count : StateField.DRAFTS + DRAFTS_MAX] = 0
         state[StateField.DRAFT_COUNT] = count
+
+
+def read_standing(table: Tensor, standing: Tensor) -> None:
+    standing.zero_()
+    for place, _, state in _busy(table):
+        standing[place] = state
+
+
+def write_standing(table: Tensor, standing: Tensor) -> None:
+    for place, _, state in _busy(table):
+        state[_STANDING] = standing[place, _STANDING]

@@ -223,7 +223,7 @@ async def test_auto_changes_depth_and_no_token(checkpoint: Path, monkeypatch: py
     guess_right(monkeypatch, [plain.context], lambda position, drafts: drafts if position < 130 else 0, VOCABULARY)
     async with Engine.open(checkpoint, small(draft_depth=None)) as engine:
         drafted = await collect(engine, turns)
-        buckets = {rows for *_, rows in engine._loop._batches._buckets}
+        buckets = {shape.rows for shape in engine._loop._batches._buckets}
     assert drafted.same_bits(plain)
     assert len(buckets) >= 3, f"steps of {buckets} rows only"
 

@@ -9,7 +9,8 @@ import torch
 
 import engine.append_queue
 import engine.model.glm
-from engine.append import AppendRun, Scratch
+from engine.append import AppendRun
+from engine.append_scratch import Scratch
 from engine.engine import Engine
 from engine.model.config import ModelConfig
 from engine.model.glm import Model, load_model

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.layout import STATE_FIELDS, StateField, TableField
-from kernels.verify import accept_rows, keep_drafts, spread_rows
+from kernels.verify import accept_rows, keep_drafts, read_standing, spread_rows, write_standing
 from tests.kernels.verify_world import VerifyWorld
 
 
@@ -153,3 +153,19 @@ def test_a_life_of_steps_gives_what_sampling_one_by_one_gives() -> None:
     for place in range(3):
         assert emitted[place] == text[place][1 : 1 + len(emitted[place])]
         assert torch.equal(world.counts[place], torch.bincount(torch.tensor(emitted[place]), minlength=50).int() * (place % 3 > 0))
+
+
+def test_a_standing_moves_what_the_next_step_begins_with_and_nothing_else() -> None:
+    """LOGICAL, TOKEN and the drafts become the other stage's; MIRRORED, rounds and counts of reads stay; a free place stays as it is."""
+    moved = [StateField.LOGICAL, StateField.TOKEN, StateField.DRAFT_COUNT, *range(StateField.DRAFTS, STATE_FIELDS)]
+    kept = [field for field in range(STATE_FIELDS) if field not in moved]
+    there, here = VerifyWorld([2, 0, 4], [1, 5, 3], seed=1), VerifyWorld([1, 0, 4], [0, 2, 1], seed=2)
+    before, standing = here.states.clone(), torch.full((3, STATE_FIELDS), -9)
+    read_standing(there.table, standing)
+    assert not standing[1].any()
+    write_standing(here.table, standing)
+    for place in (0, 2):
+        assert torch.equal(here.states[place, moved], there.states[place, moved])
+        assert torch.equal(here.states[place, kept], before[place, kept])
+        assert not torch.equal(before[place, moved], there.states[place, moved])
+    assert torch.equal(here.states[1], before[1])

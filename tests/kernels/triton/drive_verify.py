@@ -4,7 +4,7 @@ import interpreted
 import torch
 from torch import Tensor
 
-from kernels.layout import DRAFTS_MAX, StateField
+from kernels.layout import DRAFTS_MAX, STATE_FIELDS, StateField
 from kernels.verify import kernel, reference
 from tests.kernels.verify_world import VerifyWorld
 
@@ -45,7 +45,20 @@ def compare(rows_of: list[int], drafts_of: list[int], each: int) -> int:
     return found
 
 
+def standings_move(rows_of: list[int]) -> None:
+    """What one stage's sessions stand at reaches another's, in both forms alike."""
+    sources = VerifyWorld(rows_of, [0] * len(rows_of), seed=1), VerifyWorld(rows_of, [0] * len(rows_of), seed=1)
+    targets = VerifyWorld(rows_of, [1] * len(rows_of), seed=2), VerifyWorld(rows_of, [1] * len(rows_of), seed=2)
+    standing = [torch.full((len(rows_of), STATE_FIELDS), -9) for _ in range(2)]
+    for form, source, target, values in zip((reference, kernel), sources, targets, standing, strict=True):
+        form.read_standing(source.table, values)
+        form.write_standing(target.table, values)
+    interpreted.same("standing", standing[1], standing[0])
+    interpreted.same("states behind it", targets[1].states, targets[0].states)
+
+
 def main() -> None:
+    standings_move([2, 0, 1])
     found = compare([1, 1, 0], [0, 3, 2], 1)
     assert found == 0
     found += compare([2, 1, 0, 2, 2], [1, 1, 1, 0, 7], 2)
