@@ -20,6 +20,8 @@ from engine.stage import Stage
 __all__ = ["AppendCost", "StepCost"]
 
 _OPERATIONS_A_BYTE = {"cpu": 4}
+# Times what bf16 keys take a byte, keys of e4m3: 1.37 for one row, 1.32 for 16 sessions (docs/benchmarks/h200_keys_and_integers.json).
+_SCALED_READ = 1.34
 _OPERATIONS_A_BYTE_DEVICE = 50
 _PASSES = 24  # over a row's scores: choosing 2,048 of a million takes 28 us a row beside three others, on an H200
 
@@ -111,5 +113,6 @@ class StepCost:
         if weights is None:
             weights = self._weights_of[rows] = step_weights(self._stage.model, rows).total
         layout, picks = self._stage.layout, self._stage.model.config.top_k
+        a_key = layout.key.key_bytes if not layout.key.scale_bytes else int(_SCALED_READ * layout.key.key_bytes)
         a_row = layout.layers * layout.row.row_bytes * (1 + drafts)
-        return weights + sum(length * layout.key_layers * layout.key.key_bytes + min(picks, length) * a_row for length in lengths)
+        return weights + sum(length * layout.key_layers * a_key + min(picks, length) * a_row for length in lengths)

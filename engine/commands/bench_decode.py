@@ -83,7 +83,10 @@ def _depths(invocation: Invocation) -> tuple[int | None, ...]:
     names = [one.strip() for one in str(given).split(",")]
     if not all(name.isdecimal() and int(name) <= DRAFT_DEPTH_MAX for name in names):
         raise BadSetting(f"--draft-depths must be a list of numbers from 0 to {DRAFT_DEPTH_MAX} with commas between, not {given!r}")
-    return tuple(map(int, names))
+    depths = tuple(map(int, names))
+    if len(set(depths)) < len(depths):
+        raise BadSetting(f"--draft-depths {given} names a depth twice; give each once, and an arm that is to run twice in --placements")
+    return depths
 
 
 async def _measure(plan: "DecodePlan", target: Path | None) -> "Comparison":

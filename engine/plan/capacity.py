@@ -110,8 +110,11 @@ def make_plan(model: str, config: ModelConfig, engine: EngineConfig, boxes: Boxe
     """Plan `ask` on `boxes`.
 
     Args: model: what to call it. engine: placement, hot rows, append chunk, row format and draft depth count.
-    Raises: BadSetting: more tokens than the model's context.
+    Raises: BadSetting: more tokens than the model's context, or more RAM for histories than a node has.
     """
+    if ask.arena_bytes > boxes.ram_bytes:
+        gib = 1 << 30
+        raise BadSetting(f"--host-memory is {ask.arena_bytes / gib:,.2f} GiB and a node's --ram {boxes.ram_bytes / gib:,.2f}; ask for less")
     if ask.tokens > config.context_max:
         raise BadSetting(f"--context {ask.tokens} is more than the model's {config.context_max} tokens")
     rules = Rules(config, engine, ask.form, ask.mtp, boxes.cards_per_stage, ask.keys, ask.replicas)
@@ -145,7 +148,7 @@ def _reach(tokens: int, engine: EngineConfig) -> int:
 
 def _arena(boxes: Boxes, ask: Ask) -> int:
     """Bytes of a node's RAM for histories."""
-    return min(ask.arena_bytes or boxes.arena_bytes_max, boxes.ram_bytes)
+    return ask.arena_bytes or boxes.arena_bytes_max
 
 
 def _against(boxes: Boxes, ask: Ask, stages: tuple[StagePlan, ...]) -> tuple[tuple[NodePlan, ...], tuple[Bind, ...]]:

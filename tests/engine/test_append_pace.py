@@ -1,6 +1,7 @@
 """How a prompt that is read shares the device with sessions that decode: counted in costs, order and submissions, never in time."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from engine.model.source import ModelSource
 from engine.request import Request
 from engine.unit import Unit
 from kernels.layout import BlockLayout
-from memory.row import key_layout, row_layout
+from memory.row import KeyFormat, key_layout, row_layout
 from streams import Event, SeededOrder, TapeRecorder, VirtualBackend
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.model.test_step_bytes import _Shapes
@@ -33,6 +34,7 @@ from tests.engine.runs import collect, greedy, small
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
 MILLION = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,10 @@ def slice_model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return load_model("glm-5.3-slice", device="meta")
 
 
-def _stage(model: Model, chunk_rows: int) -> Any:
+def _stage(model: Model, chunk_rows: int, keys: KeyFormat = "bf16") -> Any:
     """What costs look at of a stage, on a device."""
     facts, groups = model.config, model.groups
-    layout = BlockLayout(row_layout("q8g64", facts.latent, facts.rope), key_layout("bf16", facts.index_width), groups)
+    layout = BlockLayout(row_layout("q8g64", facts.latent, facts.rope), key_layout(keys, facts.index_width), groups)
     return SimpleNamespace(
         model=model, layout=layout, main_groups=groups[:-1], device=SimpleNamespace(type="cuda"), append_rows=chunk_rows, first_layer=0
     )
@@ -83,6 +85,21 @@ def test_no_unit_takes_long_at_true_widths(slice_model: Model, chunk: int, histo
     assert longest.cost <= (1.25 if chunk == 512 else 3) * step, f"{longest} takes {longest.cost / step:.2f} steps"
     assert sum(unit.ends_chunk for unit in units) == 1
     assert units[-1].ends_chunk
+
+
+def test_narrow_keys_cost_what_scoring_them_was_measured_to_take(slice_model: Model) -> None:
+    """Keys of e4m3 cost as much less than those of bf16 as a million of either took on a card, within a twentieth, in one session and in
+    sixteen."""
+    raw = json.loads((ROOT / "docs/benchmarks/h200_keys_and_integers.json").read_text())
+    took = {case["name"]: case["microseconds"] for case in raw["cases"]}
+
+    def keys_cost(keys: KeyFormat, sessions: int) -> int:
+        cost = StepCost(_stage(slice_model, 512, keys))
+        return cost.step([MILLION] * sessions, 0) - cost.step([slice_model.config.top_k] * sessions, 0)
+
+    for sessions, said in ((1, "1 rows"), (16, "16 sessions")):
+        measured = took[f"score 1,048,576 e4m3 keys, {said}"] / took[f"score 1,048,576 keys, {said}"]
+        assert keys_cost("e4m3", sessions) / keys_cost("bf16", sessions) == pytest.approx(measured, rel=0.05)
 
 
 def test_a_long_history_is_scored_in_pieces(slice_model: Model) -> None:

@@ -266,6 +266,7 @@ def test_differences_are_named() -> None:
         (("decode", "m", "--placement", "offload"), "--placement means nothing"),
         (("decode", "m", "--draft-depth", "auto"), "give --draft-depth 0 to 7, not auto"),
         (("decode", "m", "--draft-depths", "0,8"), "--draft-depths must be a list of numbers"),
+        (("decode", "m", "--draft-depths", "0,3,00"), "--draft-depths 0,3,00 names a depth twice"),
         (("decode", "m", "--prompt-file", "/nowhere/at/all"), "--prompt-file: cannot read"),
         (("decode", "m", "--prompt-file", "x", "--prompt-tokens", "3"), "exclude each other"),
         (("decode", "m", "--hot-rows", "-5"), "hot_rows must be at least 0"),

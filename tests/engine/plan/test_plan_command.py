@@ -122,6 +122,7 @@ def test_settings_count(config_file: Path, capsys: pytest.CaptureFixture[str]) -
         (("--vram", "big"), "--vram must be a size"), (("--weights", "int3"), "--weights must be one of"),
         (("--index-key-format", "fp4"), "--index-key-format must be one of"), (("--weight-group", "32"), "belongs to --weights int4"),
         (("--mirror-replicas", "x"), "--mirror-replicas must be 1 or 2"),
+        (("--ram", "1TiB", "--host-memory", "1100GiB"), r"--host-memory is 1,100\.00 GiB and a node's --ram 1,024\.00; ask for less"),
         (("--cards", "3", "--cards-per-stage", "2"), "--cards-per-stage 2 does not divide"), (("--card", "3"), "did you mean --cards"),
     ],
 )  # fmt: skip
