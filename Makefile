@@ -1,4 +1,5 @@
 # make demo   sets everything up and decodes a long prompt with the history in RAM
+# make demo-cluster  two nodes under Ray on this machine, one of them killed in the middle of an answer (installs ray)
 # make test   sets everything up and runs the default tests
 # make soak MINUTES=30  conversations come and go for so long, with aborts, forks, archives and faults; nothing may be left or lost
 # make check  what runs before a commit: format, lint, types, tidy, fast tests
@@ -11,10 +12,13 @@ SOAK_JSON ?= soak.json
 # One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test browser slow soak check check-static format clean
+.PHONY: demo demo-cluster test browser slow soak check check-static format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/forebay demo
+
+demo-cluster: $(VENV)/.cluster
+	$(BIN)/forebay demo-cluster
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
@@ -49,6 +53,10 @@ $(VENV)/.runtime: pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.cluster: $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet --editable '.[cluster]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime

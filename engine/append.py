@@ -40,7 +40,7 @@ from memory.session import SessionMemory
 from memory.staging import landing, pinned
 from streams import Event
 
-__all__ = ["AppendOutput", "AppendRun"]
+__all__ = ["AppendOutput", "AppendRun", "query_tiles"]
 
 _SCORES_A_UNIT = QUERY_TILE * LONG_KEYS  # that one unit makes at most: of 32 rows over 1,048,576 keys
 _NO_LAYER = 1 << 40
@@ -139,7 +139,7 @@ class AppendRun:
             layer = self._stage.model.layers[local]
             leads = layer.full
             yield Unit(partial(self._submit_write, chunk, group, local), cost.write(layer, rows))
-            for start, stop in _tiles(rows, end) if leads else ():
+            for start, stop in query_tiles(rows, end) if leads else ():
                 yield Unit(partial(self._submit_select, chunk, group, local, start, stop), cost.select(stop - start, end))
             fetched = self._fetched.get(local)
             after = () if fetched is None else (fetched,)
@@ -348,7 +348,7 @@ def _tensors(carried: Carried | None) -> tuple[Tensor, ...]:
     return (carried.states, carried.bad_layer, *(() if carried.selection is None else (carried.selection,)))
 
 
-def _tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:
+def query_tiles(rows: int, keys: int) -> Iterator[tuple[int, int]]:
     """Rows that are scored by one unit: whole tiles, as many as bound the scores that it makes over `keys` keys, but at least one."""
     tile = tile_rows(keys)
     each = max(1, _SCORES_A_UNIT // (tile * keys)) * tile

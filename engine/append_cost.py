@@ -9,15 +9,19 @@ the same numbers in every run, where times would make a run depend on the machin
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
 from engine.model.bytes import held_bytes, step_weights
+from engine.model.config import ModelConfig
 from engine.model.layer import LayerWeights
 from engine.model.moe import MoeWeights
 from engine.stage import Stage
+from kernels.layout import BlockLayout
 
-__all__ = ["AppendCost", "StepCost"]
+__all__ = ["AppendCost", "LayerSizes", "StepCost"]
 
 _OPERATIONS_A_BYTE = {"cpu": 4}
 # Times what bf16 keys take a byte, keys of e4m3: 1.37 for one row, 1.32 for 16 sessions (docs/benchmarks/h200_keys_and_integers.json).
@@ -26,8 +30,8 @@ _OPERATIONS_A_BYTE_DEVICE = 50
 _PASSES = 24  # over a row's scores: choosing 2,048 of a million takes 28 us a row beside three others, on an H200
 
 
-def _operations_a_byte(stage: Stage) -> int:
-    return _OPERATIONS_A_BYTE.get(stage.device.type, _OPERATIONS_A_BYTE_DEVICE)
+def _operations_a_byte(device: str) -> int:
+    return _OPERATIONS_A_BYTE.get(device, _OPERATIONS_A_BYTE_DEVICE)
 
 
 def _values(part: object) -> int:
@@ -40,6 +44,34 @@ def _values(part: object) -> int:
     return sum(_values(getattr(part, name)) for name in fields)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """(bytes, values) of the parts of a layer's weights: all that its costs depend on, so that another machine can count them.
+
+    experts: all routed ones, `experts_count` of them; (0, 0) and 0 in a dense layer. mlp: a dense layer's, else shared expert and router.
+    """
+
+    full: bool
+    input: tuple[int, int]
+    attention: tuple[int, int]
+    mlp: tuple[int, int]
+    experts: tuple[int, int]
+    experts_count: int
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> Self:
+        """Of a layer that is loaded."""
+        moe = layer.mlp
+        mlp, experts, count = _size(moe), (0, 0), 0
+        if isinstance(moe, MoeWeights):
+            mlp, experts, count = _size(moe.shared, moe.router), _size(moe.gate_up, moe.down), moe.bias.shape[0]
+        return cls(layer.full, _size(layer.down, layer.indexer), _size(layer.mla), mlp, experts, count)
+
+
+def _size(*weights: object) -> tuple[int, int]:
+    return held_bytes(weights), _values(weights)
+
+
 class AppendCost:
     """Units of one stage's appends. Costs are counts of bytes."""
 
@@ -47,13 +79,23 @@ class AppendCost:
         self._config = stage.model.config
         self._head_bytes = held_bytes(stage.model.head)
         self._layout = stage.layout
-        self._ratio = _operations_a_byte(stage)
-        self._size_of: dict[tuple[str, int], tuple[int, int]] = {}  # bytes and values, by part and layer
+        self._ratio = _operations_a_byte(stage.device.type)
+        self._sizes_of: dict[int, LayerSizes] = {}
 
-    def _size(self, part: str, layer: LayerWeights, *weights: object) -> tuple[int, int]:
-        found = self._size_of.get((part, layer.layer))
+    @classmethod
+    def elsewhere(cls, config: ModelConfig, layout: BlockLayout, device: str) -> Self:
+        """Of a stage without an output head on another machine, whose layers are given as `LayerSizes`."""
+        cost = cls.__new__(cls)
+        cost._config, cost._head_bytes, cost._layout, cost._ratio = config, 0, layout, _operations_a_byte(device)
+        cost._sizes_of = {}
+        return cost
+
+    def _sizes(self, layer: LayerWeights | LayerSizes) -> LayerSizes:
+        if isinstance(layer, LayerSizes):
+            return layer
+        found = self._sizes_of.get(layer.layer)
         if found is None:
-            found = self._size_of[part, layer.layer] = (held_bytes(weights), _values(weights))
+            found = self._sizes_of[layer.layer] = LayerSizes.of(layer)
         return found
 
     def _product(self, size: tuple[int, int], rows: int) -> int:
@@ -63,9 +105,9 @@ class AppendCost:
         """Embedding and tables."""
         return 16 * self._config.hidden * rows
 
-    def write(self, layer: LayerWeights, rows: int) -> int:
+    def write(self, layer: LayerWeights | LayerSizes, rows: int) -> int:
         """What a layer's input is multiplied to, rows and keys stored."""
-        return self._product(self._size("input", layer, layer.down, layer.indexer), rows)
+        return self._product(self._sizes(layer).input, rows)
 
     def select(self, rows: int, keys: int) -> int:
         """Scores of `rows` rows over `keys` keys, and the choice among them."""
@@ -73,24 +115,22 @@ class AppendCost:
         read = keys * self._layout.key.key_bytes
         return max(read, operations // self._ratio) + _PASSES * 4 * rows * keys
 
-    def attend(self, layer: LayerWeights, rows: int, keys: int) -> int:
+    def attend(self, layer: LayerWeights | LayerSizes, rows: int, keys: int) -> int:
         """Query, attention over the picks, output."""
         facts, row = self._config, self._layout.row
         picks = min(facts.top_k, keys)
         operations = 2 * rows * picks * facts.heads * (2 * row.latent + row.rope)
-        return self._product(self._size("attention", layer, layer.mla), rows) + max(
-            rows * picks * row.row_bytes // 8, operations // self._ratio
-        )
+        return self._product(self._sizes(layer).attention, rows) + max(rows * picks * row.row_bytes // 8, operations // self._ratio)
 
-    def forward(self, layer: LayerWeights, rows: int) -> int:
+    def forward(self, layer: LayerWeights | LayerSizes, rows: int) -> int:
         """The MLP, or the experts that rows choose and the shared one."""
-        moe = layer.mlp
-        if not isinstance(moe, MoeWeights):
-            return self._product(self._size("mlp", layer, moe), rows)
-        experts, chosen = moe.bias.shape[0], rows * self._config.experts_per_token
-        held, values = self._size("experts", layer, moe.gate_up, moe.down)
+        sizes = self._sizes(layer)
+        if not sizes.experts_count:
+            return self._product(sizes.mlp, rows)
+        experts, chosen = sizes.experts_count, rows * self._config.experts_per_token
+        held, values = sizes.experts
         routed = max(held // experts * min(experts, chosen), 2 * (values // experts) * chosen // self._ratio)
-        return routed + self._product(self._size("mlp", layer, moe.shared, moe.router), rows)
+        return routed + self._product(sizes.mlp, rows)
 
     def finish(self, rows: int, last: bool) -> int:
         """Copies of the chunk's blocks, and behind the last one the first token."""

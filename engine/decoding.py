@@ -33,10 +33,12 @@ class Decoding:
     """Decoding requests of one stage. Loop thread only."""
 
     def __init__(
-        self, stage: Stage, batches: Batches, depth: DraftDepth, tally: Tally, ended: Callable[[Request], None], *, rolls_back: bool
+        self, stage: Stage, batches: Batches, depth: DraftDepth, tally: Tally, ended: Callable[[Request], None],
+        named: Callable[[ForebayError], ForebayError], *, rolls_back: bool,
     ) -> None:  # fmt: skip
-        """Args: ended: told of every request that left, once no operation of it is outstanding. rolls_back: whether the rows of a
-        session that ends with its request are cut to what was said too: somebody may continue them."""
+        """Args: ended: told of every request that left, once no operation of it is outstanding. named: makes of an error what the request
+        ends with. rolls_back: whether the rows of a session that ends with its request are cut to what was said too: somebody may
+        continue them."""
         self.requests: list[Request] = []  # in order of their coming
         self.flight: Flight | None = None  # submitted last, not followed
         self.stage = stage
@@ -44,7 +46,7 @@ class Decoding:
         self.turns = Turns()
         self._batches = batches
         self._tally = tally
-        self._ended = ended
+        self._ended, self._named = ended, named
         self._rolls_back = rolls_back
 
     def add(self, request: Request) -> None:
@@ -153,7 +155,7 @@ class Decoding:
 
     def _break(self, request: Request, error: ForebayError) -> None:
         """End a decoding request with an error; its session is broken. It keeps its place while a step of it is in flight."""
-        request.fail(error)
+        request.fail(self._named(error))
         request.broken = True
         if request.in_flight == 0:
             self._leave(request)

@@ -12,6 +12,7 @@ Invariants:
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import structlog
 
@@ -43,6 +44,7 @@ class Departures:
         self._let_go = let_go
         self._wake = wake
         self._archives: dict[str, Callable[[SessionId], Awaitable[object]]] = {}  # by namespace
+        self._find: dict[str, Callable[[SessionId], Path | None]] = {}  # likewise: where an archive lies
         self._failed: set[Session] = set()  # tried since the last one left or somebody was refused
         self._next: Session | None = None
         self._asked, self._done = asyncio.Event(), asyncio.Event()
@@ -51,9 +53,21 @@ class Departures:
         self.failure = ""  # why the last one that was tried stayed; empty once one has left
         self.count = 0  # that have left to make room
 
-    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
-        """From now on sessions of a namespace leave. Args: archive: exports one to where it will be found again; raises ForebayError."""
+    def archive_with(
+        self, archive: Callable[[SessionId], Awaitable[object]], namespace: str, find: Callable[[SessionId], Path | None] | None = None
+    ) -> None:
+        """From now on sessions of a namespace leave.
+
+        Args: archive: exports one to where it will be found again; raises ForebayError. find: where that is, if it is there.
+        """
         self._archives[namespace] = archive
+        if find is not None:
+            self._find[namespace] = find
+
+    def archive_of(self, session: Session) -> Path | None:
+        """Where the last archive of a session lies, if there is one."""
+        find = self._find.get(session.namespace)
+        return None if find is None else find(session.id)
 
     @property
     def under_way(self) -> bool:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from engine.local_stages import close_stages
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
+from engine.node.head import Head, HeadSetup
 from engine.opening import name_of, parts_of, stage_for, storing, tape_at
 from engine.peer_opening import check_peer
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
 from engine.reads import Reads
+from engine.recovery import Recovery
 from engine.request import Limits, Request
 from engine.sampling import Sampling
 from engine.session import Phase, Session
@@ -87,18 +89,20 @@ class Engine:
             identity_of, stage, model=name, tokenizer=tokenizer.hash(), template=template.hash(), context_max=context_max
         )
         self._archives = Archives(stage, self._sessions, config.sessions_max, identify, self._loop.wake, self._reclaim)
+        self.recovery = Recovery(self._loop, self._sessions, self._archives)
         self._ready = False
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls, model: str | Path, config: EngineConfig | None = None, *, progress: Progress | None = None, backend: Backend | None = None,
-        weights: Model | None = None,
+        weights: Model | None = None, cluster: HeadSetup | None = None,
     ) -> AsyncIterator["Engine"]:  # fmt: skip
         """Load a model directory, or a named configuration with random weights, and run its step loop for the length of the block.
 
         Args: progress: called from a worker thread with (tensors read, tensors in all). backend: streams to use; default: the device's.
-            weights: those of `model`, loaded before with the same settings; they stay the caller's.
+            weights: those of `model`, loaded before with the same settings; they stay the caller's. cluster: nodes that have the first
+            layers of the model; this process has the last ones.
         Raises: BadModel, BadSetting, NotAdmitted: one line each.
         """
         if not __debug__:
@@ -108,8 +112,8 @@ class Engine:
         peer = check_peer(device, config)
         directory = Path(model)
         load = functools.partial(
-            load_model, directory, load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
-            device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
+            load_model, directory, layers=None if cluster is None else cluster.stages[-1], load_format=config.load_format,
+            dtype=DTYPE_OF[config.dtype], device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
         )  # fmt: skip
         held, peers = await asyncio.to_thread(parts_of, load, weights, peer)
         tape = None if backend is not None or not config.tape else tape_at(config.tape)
@@ -117,14 +121,15 @@ class Engine:
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or held.config.context_max, held.config.context_max)
-        stage = await stage_for(held, config, streams, context_max, peers)
+        head = None if cluster is None else Head(cluster, held.dtype, device, streams.stream("stage.transfer"))
+        stage = await stage_for(held, config, streams, context_max, peers, head)
         engine = cls(
             config, stage, name=name_of(directory), tokenizer=Tokenizer.load(directory),
             template=ChatTemplate.load(directory), context_max=context_max,
             sampling=default_sampling(directory),
         )  # fmt: skip
         try:
-            async with engine.running():
+            async with nullcontext() if head is None else engine._met(head), engine.running():
                 if backend is None and device.type != "cpu":
                     sessions = min(config.decode_batch_limit, max(1, context_max // 2 // _WARM_TOKENS))
                     await warm_up(engine, stage, sessions=sessions, rows=stage.tokens_fit(context_max))
@@ -170,6 +175,11 @@ class Engine:
         if failure is not None:
             raise failure
 
+    def _met(self, head: Head) -> AbstractAsyncContextManager[None]:
+        """With all nodes there, for the length of the block; sessions live through the loss of one."""
+        head.on_lost, head.on_whole = self.recovery.lost, self.recovery.found
+        return head.met()
+
     @property
     def stage(self) -> Stage:
         """What the steps touch: for those who measure."""
@@ -178,7 +188,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether new requests are admitted."""
-        return self._ready
+        return self._ready and not self._loop.away
 
     @property
     def sessions(self) -> Mapping[SessionId, SessionView]:

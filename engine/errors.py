@@ -9,8 +9,8 @@ from typing import Final, Literal, TypeAlias
 
 __all__ = [
     "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "FormBroken", "NeverFits",
-    "NotAdmitted", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy", "StaleRevision", "TooLong",
-    "UnknownRequest", "UnknownSession", "shown",
+    "NodeLost", "NotAdmitted", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy", "StaleRevision",
+    "TooLong", "UnknownRequest", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -153,6 +153,15 @@ class NeverFits(NotAdmitted):
     status = 400
     kind = "invalid_request_error"
     code = _CONTEXT_EXCEEDED
+
+
+class NodeLost(ForebayError):
+    """A machine that holds some of the layers is away. Running requests end with it, new ones are refused until it is back."""
+
+    exit_code = 5
+    status = 503
+    kind = "node_lost"
+    retry_after_s = 2.0
 
 
 class SessionBroken(ForebayError):

@@ -20,7 +20,7 @@ from engine.config import EngineConfig
 from engine.decoding import Decoding
 from engine.departures import Departures
 from engine.depth import DraftDepth
-from engine.errors import ForebayError, NotAdmitted, SessionBroken
+from engine.errors import ForebayError, NodeLost, NotAdmitted, SessionBroken
 from engine.pressure import Pressure
 from engine.reads import Reads
 from engine.request import Request
@@ -54,9 +54,10 @@ class StepLoop:
         self._limit = config.decode_batch_limit
         self._gap = config.append_gap
         self._step_cost = StepCost(stage)
-        self._decode = Decoding(stage, self._batches, self.depth, self.tally, self._ended, rolls_back=self.stored.stores)
+        self._decode = Decoding(stage, self._batches, self.depth, self.tally, self._ended, self._named, rolls_back=self.stored.stores)
         self._appends = AppendQueue(stage)
         self._wake = asyncio.Event()
+        self.away = ""  # why part of the model is out of reach: nobody new begins then
         self._held_up = False  # whether somebody startable waits for memory; whoever may give it back wakes the loop
         self._closing = False
         self._dead: BaseException | None = None
@@ -105,6 +106,8 @@ class StepLoop:
         """Raise NotAdmitted once no request is taken any more."""
         if self._dead is not None:
             raise NotAdmitted(f"the engine has stopped: {self._dead}")
+        if self.away:
+            raise NodeLost(f"{self.away}; try again when it is back")
         if self._closing:
             raise NotAdmitted("the engine is draining; ask another one or try later", retry_after_s=5.0)
 
@@ -112,6 +115,10 @@ class StepLoop:
         """Stop a request within one step. Safe at any time, from the loop's thread."""
         request.aborted = True
         self._wake.set()
+
+    def _named(self, error: ForebayError) -> ForebayError:
+        """What a request that cannot go on is told: while part of the model is away, that."""
+        return NodeLost(f"{self.away}; this request ends, its session goes on when that is back") if self.away else error
 
     def wake(self) -> None:
         """Look again at who waits: a session or memory became free."""
@@ -184,14 +191,14 @@ class StepLoop:
             appending=tuple(one for one in self._appends.choosable if not self._pressure.holds(one.session)),
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
-        for request in decision.admit:
+        for request in () if self.away else decision.admit:
             # Two requests of one session may both have been offered. Behind one that is held up, who has memory may start if nobody runs.
             may = self._line.startable(request) and not (held_up and request.session.memory is None)
             held_up |= may and not self._admit(request)
             if held_up and (self.appending or self.decoding):
                 break
         # Otherwise somebody left the line and may have made room, or runs and will: who is held up is asked again.
-        self._held_up = held_up and len(self.waiting) == waiting and not (self.appending or self.decoding)
+        self._held_up = bool(self.away) or (held_up and len(self.waiting) == waiting and not (self.appending or self.decoding))
         await self._turn(decision)
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
 
@@ -260,7 +267,7 @@ class StepLoop:
             return
         request, output, failure = ended
         if failure is not None:
-            self._end_append(request, SessionBroken(f"appending failed: {failure}"))
+            self._end_append(request, self._named(SessionBroken(f"appending failed: {failure}")))
         elif output.bad_layer >= 0:
             self._end_append(request, SessionBroken.not_finite(output.bad_layer, self.stage.model.config.layers))
         elif request.aborted:
@@ -284,6 +291,7 @@ class StepLoop:
         """An append that gives no token: at an abort the session keeps the rows of finished chunks; after an error it is broken."""
         session = request.session
         if error is not None:
+            session.cut(request.prompt_tokens - len(request.appended))  # where it is made anew, its prompt is asked again
             session.move(Phase.BROKEN)
             request.fail(error)
         else:

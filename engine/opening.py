@@ -1,8 +1,10 @@
 """What opening an engine needs beside its model: the stage, the tape, the name, how histories are stored. Knows no requests."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -10,11 +12,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
+from engine.joint import JointPlacement
 from engine.local_stages import open_stages
 from engine.model.glm import Model
 from engine.model.split import PeerModel, Splitter, split_model
+from engine.node.head import Head
 from engine.running_tape import RunningTape
-from engine.stage import Stage
+from engine.stage import Stage, open_stage
 from engine.stored import Storing
 from streams import Backend
 
@@ -51,9 +55,16 @@ def parts_of(load: Callable[..., Model], weights: Model | None, peer: torch.devi
 
 
 async def stage_for(
-    weights: Model, config: EngineConfig, streams: Backend, context_max: int, peer: PeerModel | None = None
+    weights: Model, config: EngineConfig, streams: Backend, context_max: int, peer: PeerModel | None = None, head: Head | None = None
 ) -> Stage:  # fmt: skip
-    """On a device beside the loop: registering host memory takes seconds, and health checks must be answered."""
+    """On a device beside the loop: registering host memory takes seconds, and health checks must be answered.
+
+    Args: head: of the nodes that have the stages before; None: all stages are here. Raises: BadSetting, NotAdmitted.
+    """
+    if head is not None:
+        if peer is not None:
+            raise BadSetting("a peer beside nodes is not built yet: leave out the peer, or the nodes")
+        return await _last_stage(weights, config, streams, context_max, head)
     if weights.device.type == "cpu":
         return open_stages(weights, config, streams, context_max=context_max, peer=peer)
     started = time.monotonic()
@@ -63,6 +74,14 @@ async def stage_for(
             _log.info("arena.registered", blocks=blocks, seconds=round(time.monotonic() - started, 1))
 
     return await asyncio.to_thread(open_stages, weights, config, streams, context_max=context_max, peer=peer, progress=told)
+
+
+async def _last_stage(weights: Model, config: EngineConfig, streams: Backend, context_max: int, head: Head) -> Stage:
+    """The head's own stage, behind those of the nodes."""
+    name = f"stage{len(head.followers)}"
+    opening = functools.partial(open_stage, weights, config, streams, name=name, context_max=context_max, alone=False)
+    own = opening() if weights.device.type == "cpu" else await asyncio.to_thread(opening)
+    return replace(own, before=head.followers, placement=JointPlacement(own.placement, head.followers))
 
 
 def tape_at(name: str) -> RunningTape:

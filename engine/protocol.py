@@ -186,10 +186,13 @@ class DeparturesFace(Protocol):
         """Whether sessions go to archives or come from them, and may leave afterwards."""
         ...
 
-    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
+    def archive_with(
+        self, archive: Callable[[SessionId], Awaitable[object]], namespace: str, find: Callable[[SessionId], Path | None] | None = None
+    ) -> None:
         """From now on idle sessions of a namespace leave where somebody needs their memory.
 
-        Args: archive: exports one to where it will be found again; raises ForebayError.
+        Args: archive: exports one to where it will be found again; raises ForebayError. find: where the archive of one lies, if there is
+            one: rows that a node lost come from there.
         """
         ...
 

@@ -61,7 +61,9 @@ class Service:
     def state(self) -> str:
         if self._draining:
             return "draining"
-        return "ready" if self.engine is not None and self.engine.ready else "loading"
+        if self.engine is None:
+            return "loading"
+        return "ready" if self.engine.ready else "recovering"  # a node that has some of the layers is away
 
     def admitted(self) -> EngineFace:
         """The engine, for a new request. Raises NotServing."""
@@ -82,7 +84,7 @@ class Service:
         self.engine = engine
         self.metrics.opened(engine.instruments, {"model": engine.model_name, "placement": engine.config.placement})
         for namespace, shelf in self.shelves.items():
-            engine.departures.archive_with(partial(shelf.export, engine), namespace)
+            engine.departures.archive_with(partial(shelf.export, engine), namespace, shelf.archive_of)
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:

@@ -109,6 +109,11 @@ class Shelf:
             raise UnknownSession(f"no session {shown(session_id)}", field="session")
         return self._path / session_id
 
+    def archive_of(self, session_id: str) -> Path | None:
+        """Where a session's archive lies; None: it has none here. Looks at the disk: two looks at a directory."""
+        place = self._path / session_id
+        return place if _ID.fullmatch(session_id) and _is_there(place) else None
+
     def _lock(self, session_id: str) -> asyncio.Lock:
         return self._locks.setdefault(session_id, asyncio.Lock())
 

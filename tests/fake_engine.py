@@ -260,7 +260,9 @@ class FakeEngine:
     def unsettled(self) -> bool:
         return False
 
-    def archive_with(self, archive: Callable[[SessionId], Awaitable[object]], namespace: str) -> None:
+    def archive_with(
+        self, archive: Callable[[SessionId], Awaitable[object]], namespace: str, find: Callable[[SessionId], Path | None] | None = None
+    ) -> None:
         self.archiver = archive
 
     async def archive(self, session_id: SessionId) -> bool:

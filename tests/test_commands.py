@@ -84,7 +84,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert f"usage: forebay {name}" in printed
     assert "--config" in printed
-    assert "--cluster" not in printed
+    assert ("--cluster" in printed) == (name == "serve")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,9 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["serve", "a", "b"], ["b means nothing to forebay serve"]),
         (["serve", "--port"], ["--port", "expected one argument"]),
         (["serve", "--port", "x"], ["--port must be an integer"]),
+        (["node", "--demo"], ["no key: name the file", "--key-file"]),
+        (["serve", "--demo", "--nodes=a:1", "--cluster=ray"], ["cluster and nodes exclude each other"]),
+        (["serve", "--listen=a:1"], ["--listen means nothing to forebay serve"]),
         (["doctor", "cluster"], ["no nodes: name them with --nodes"]),
         (["doctor", "--nodes=a:1,b:2"], ["no key: name the file", "--key-file"]),
         (["doctor", "--nodes=a:1", "--key-file=/nowhere/key"], ["--key-file: the key file /nowhere/key cannot be read"]),

@@ -32,7 +32,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 def test_the_commands_of_the_readme_exist() -> None:
     """Each `forebay NAME` is a command, and every command is named."""
-    named = set(re.findall(r"bin/forebay ([a-z]+)", README))
+    named = set(re.findall(r"bin/forebay ([a-z][a-z-]*)", README))
     assert named == {command.name for command in COMMANDS}
 
 

@@ -237,6 +237,11 @@ class Archives:
             _log.warning("restore.template_differs", session_id=session.id)
         if manifest.rows == 0:
             return session
+        session.memory = await self._filled(session, reader, progress)
+        return session
+
+    async def _filled(self, session: Session, reader: Reader, progress: TransferProgress | None) -> SessionMemory:
+        """Memory for a session's tokens, with the archive's rows in it; nothing of it is held after a failure."""
         memory = self._open(session)
         try:
             await self._fill(memory, reader, progress)
@@ -250,8 +255,19 @@ class Archives:
             if cause is None or isinstance(error, ForebayError) or not isinstance(error, Exception):
                 raise
             raise SessionBroken(f"session {session.id} could not be brought back: {cause}; its archive is as it was, try again") from error
-        session.memory = memory
-        return session
+        return memory
+
+    async def refill(self, session: Session, path: Path) -> int:
+        """Give a session without memory the rows that an archive of its tokens has; returns how many, 0 where it has others.
+
+        Raises: ArchiveRefused, ArchiveFailed, NotAdmitted: the session is as before.
+        """
+        async with held(partial(Reader, path, await self._known())) as reader:
+            rows = reader.manifest.rows
+            if not rows or rows > len(session.tokens) or session.tokens[:rows] != array("i", reader.manifest.tokens[:rows]):
+                return 0
+            session.memory = await self._filled(session, reader, None)
+        return rows
 
     def _open(self, session: Session) -> SessionMemory:
         """Memory for its tokens, with what idle sessions give back for it. Raises NotAdmitted, NeverFits."""

@@ -18,15 +18,17 @@ __all__ = ["COMMAND"]
 
 log = structlog.get_logger()
 
+_NODES_OWN = ("listen", "stage")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Every setting is a flag here."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SETTINGS["model"].meaning)
-    add_flags(parser, (name for name, setting in SETTINGS.items() if name != "model" and setting.place != "cluster"))
+    add_flags(parser, (name for name in SETTINGS if name not in ("model", *_NODES_OWN)))
 
 
 def run(invocation: Invocation) -> int:
-    """Serve until SIGTERM or SIGINT. Returns 0 after a drain. Raises BadModel, CannotBind, NotAdmitted."""
+    """Serve until SIGTERM or SIGINT. Returns 0 after a drain. Raises BadModel, BadSetting, CannotBind, NotAdmitted."""
     settings = invocation.settings
     directory = settings.model_directory()
     logs.configure(settings.server.log_format)
@@ -34,6 +36,10 @@ def run(invocation: Invocation) -> int:
     with Bar(f"loading {directory.name}", "model.loading", "tensors") as loading:
 
         def open_model() -> AbstractAsyncContextManager[EngineFace]:
+            if settings.cluster.several:
+                from engine.node.opening import open_cluster
+
+                return open_cluster(directory, config, settings.cluster, progress=loading.update)
             return invocation.open_engine(directory, config, progress=loading.update)
 
         async def announce(address: str, engine: EngineFace) -> None:

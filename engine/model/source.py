@@ -24,7 +24,7 @@ from engine.model.random import RandomTensors
 from engine.model.stored import has_mtp_block
 from memory.host import available_bytes
 
-__all__ = ["DTYPE_OF", "LoadFormat", "ModelSource", "TensorSource", "check_room", "open_source"]
+__all__ = ["DTYPE_OF", "config_of", "LoadFormat", "ModelSource", "TensorSource", "check_room", "open_source"]
 
 LoadFormat = Literal["auto", "random"]
 DTYPE_OF: dict[str, torch.dtype | None] = {"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}  # by the setting's name
@@ -78,7 +78,7 @@ def open_source(
     Args: dtype: None: float32 on the CPU; on a device bfloat16, unless the checkpoint stores float32.
     Raises: BadModel, BadSetting.
     """
-    config = _config(model, load_format)
+    config = config_of(model, load_format)
     if load_format == "random":
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -102,7 +102,8 @@ def check_room(model: str | Path, tensors: TensorSource, names: Collection[str],
         )
 
 
-def _config(model: str | Path, load_format: LoadFormat) -> ModelConfig:
+def config_of(model: str | Path, load_format: LoadFormat) -> ModelConfig:
+    """What a model directory, or a named configuration, says of its shape. Raises BadModel, BadSetting."""
     fields = NAMED.get(str(model))
     if fields is not None and not Path(model).exists():
         if load_format != "random":

@@ -25,11 +25,15 @@ _CALLS_MAX = 2048
 class Caller:
     """Calls on one channel, from its opening to its end."""
 
-    def __init__(self, channel: Channel, told: Callable[[bytes], None], *, calls_max: int = _CALLS_MAX) -> None:
-        """Args: told: takes what the node says without having been asked, packed."""
+    def __init__(
+        self, channel: Channel, told: Callable[[bytes], None], *, calls_max: int = _CALLS_MAX,
+        lost: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:  # fmt: skip
+        """Args: told: takes what the node says without having been asked, packed. lost: hears of the end before any caller does."""
         self._channel = channel
         self._told = told
         self._calls_max = calls_max
+        self._tell_lost = lost
         self._waiting: dict[int, tuple[Event[Any], type[Any]]] = {}
         self._calls = self._replies = 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -99,6 +103,7 @@ class Caller:
     def _end(self, error: BaseException) -> None:
         if self._lost is None:
             self._lost = error
+            self._tell_lost(error)
         waiting, self._waiting = self._waiting, {}
         for event, _ in waiting.values():
             event.settle(None, self._lost)

@@ -1,7 +1,7 @@
 """A node that has no stage: it answers the doctor and nobody else, so that machines can be compared before a model lies on them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 
 from engine.node.address import Address
@@ -20,7 +20,9 @@ class Tasks:
 
     def run(self, work: Awaitable[object], name: str) -> None:
         """Await `work`; of the channel it belongs to, what goes wrong was told there already."""
-        self._group.create_task(_to_its_end(work), name=name)
+        task = self._group.create_task(_to_its_end(work), name=name)
+        if isinstance(work, Coroutine):
+            task.add_done_callback(lambda _: work.close())  # a task that is cancelled before its first turn never comes to it
 
 
 async def _to_its_end(work: Awaitable[object]) -> None:

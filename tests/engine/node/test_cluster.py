@@ -1,0 +1,104 @@
+"""Stages on nodes: the same tokens and logits to the bit as in one process."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from engine.engine import Engine
+from engine.errors import NodeLost
+from engine.generation import Generation
+from engine.protocol import SessionId
+from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.node.cluster_world import Cluster, cluster_of
+from tests.engine.runs import collect, greedy, run, small
+
+NAME = "shared"
+TOP_K = int(named(NAME).config["index_topk"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    vocabulary = int(named(NAME).config["vocab_size"])
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+async def tokens(engine: Engine, session: SessionId, prompt: list[int], count: int) -> list[int]:
+    return [token async for chunk in engine.generate(prompt, greedy(count), session=session) for token in chunk.token_ids]
+
+
+async def read(generation: Generation, into: list[int]) -> None:
+    async for chunk in generation:
+        into += chunk.token_ids
+
+
+async def until_ready(engine: Engine) -> None:
+    for _ in range(2000):
+        if engine.ready:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the cluster is not whole again")
+
+
+def found(path: Path) -> Path | None:
+    return path if path.exists() else None
+
+
+@pytest.mark.parametrize("cut", [pytest.param("2", marks=pytest.mark.slow), "1,1,2"])
+async def test_stages_on_nodes_give_the_bits_of_one_stage(checkpoint: Path, cut: str) -> None:
+    """Two turns of one session, prompts of several chunks."""
+    turns = [(ids(150, 1), 3), (ids(3, 2), 8)]
+    config = small(hot_rows=TOP_K)
+    whole = await run(checkpoint, config, turns)
+    async with cluster_of(checkpoint, config, cut) as (engine, _):
+        assert (await collect(engine, turns)).same_bits(whole)
+
+
+async def left_of(engine: Engine, cluster: Cluster) -> tuple[int, ...]:
+    """Blocks that are taken on the head and on every node that lives."""
+    stages = [engine.stage, *(node.stage for node in cluster.nodes if node.stage is not None)]
+    return tuple(stage.arena.statistics().references for stage in stages)
+
+
+async def test_a_node_that_is_lost_ends_what_runs_and_its_sessions_go_on(checkpoint: Path, tmp_path: Path) -> None:
+    """A node goes in the middle of a generation: that ends with NodeLost, new ones are refused, the other node keeps its stage; when the
+    node is back an idle session has its rows from its archive and a cut-off one is read again, and both go on with the tokens of a run
+    in which nothing happened. Nothing is left on any node when they are closed."""
+    config = small(hot_rows=TOP_K)
+    whole = await run(checkpoint, config, [(ids(150, 1), 12), (ids(3, 2), 12)])
+    async with cluster_of(checkpoint, config, "3") as (engine, cluster):
+        engine.departures.archive_with(lambda name: engine.export_session(name, tmp_path / name), "", lambda name: found(tmp_path / name))
+        kept = cluster.nodes[1].stage
+        idle, cut = await engine.create_session(), await engine.create_session()
+        assert await tokens(engine, idle, ids(150, 1), 12) == whole.tokens[:12]
+        await engine.export_session(idle, tmp_path / idle)
+        with capture_logs() as logs:
+            generation = engine.generate(ids(150, 1), greedy(64), session=cut)
+            seen = [token for chunk in [await anext(generation), await anext(generation)] for token in chunk.token_ids]
+            await cluster.nodes[0].stop()
+            with pytest.raises(NodeLost, match="a node is away"):
+                await read(generation, seen)
+            assert not engine.ready
+            with pytest.raises(NodeLost):
+                await anext(engine.generate([1, 2], greedy(1)))
+            await cluster.nodes[0].start()
+            await until_ready(engine)
+        recovered = {log["session_id"]: (log["tokens"], log["rows"]) for log in logs if log["event"] == "session.recovered"}
+        assert recovered == {idle: (162, 161), cut: (150 + len(seen), 0)}
+        assert cluster.nodes[1].stage is kept
+        assert seen[:12] == whole.tokens[: min(12, len(seen))]
+        assert await tokens(engine, idle, ids(3, 2), 12) == whole.tokens[12:]
+        again = await tokens(engine, cut, ids(3, 2), 6)
+        await engine.close_session(idle)
+        await engine.close_session(cut)
+        fresh = await engine.create_session()
+        assert again == await tokens(engine, fresh, [*ids(150, 1), *seen, *ids(3, 2)], 6)
+        await engine.close_session(fresh)
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0, 0)
