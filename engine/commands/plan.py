@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", metavar="N", help="tokens a session may reach, like 50000, 128K or 1M (1,024 x 1,024); default 1M")
     parser.add_argument("--sessions", metavar="N", help="sessions that decode together (15)")
-    parser.add_argument("--nodes", metavar="N", help="machines (2)")
+    parser.add_argument("--nodes", dest="machines", metavar="N", help="machines (2)")  # `nodes` is a setting: the addresses of a cluster's
     parser.add_argument("--ram", metavar="SIZE", help="RAM of a machine (1TiB)")
     parser.add_argument("--cards", metavar="N", help="cards of a machine (8)")
     parser.add_argument("--vram", metavar="SIZE", help="memory of a card (48GiB)")
@@ -119,7 +119,7 @@ def _plan(invocation: Invocation) -> "Plan":
         raise BadSetting(f"--mirror-replicas must be 1 or 2, not {replicas!r}")
     cards = _count(options, "cards", 8)
     boxes = Boxes(
-        nodes=_count(options, "nodes", 2), ram_bytes=_size(options, "ram", 1 << 40), cards=cards,
+        nodes=_count({"nodes": options.get("machines")}, "nodes", 2), ram_bytes=_size(options, "ram", 1 << 40), cards=cards,
         card_bytes=_size(options, "vram", 48 << 30), cards_per_stage=_count(options, "cards_per_stage", 1 if cards % 2 else 2),
     )  # fmt: skip
     config, form = _config(model, asked)
