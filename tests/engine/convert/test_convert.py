@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,31 @@ def test_no_more_than_a_file_is_held(source: Path, tmp_path: Path, monkeypatch: 
     sizes = [sum(tensor.nbytes for tensor in load_file(path).values()) for path in tmp_path.glob("*.safetensors")]
     assert len(sizes) > 5
     assert max(sizes) <= 220_000
+
+
+def test_what_is_converted_is_let_go(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no time do converted tensors take more than a file and one weight: a model's size does not count."""
+    monkeypatch.setattr(engine.convert.checkpoint, "FILE_BYTES", 200_000)
+    made, held, most, total = engine.convert.checkpoint._converted, 0, 0, 0
+
+    def let_go(size: int) -> None:
+        nonlocal held
+        held -= size
+
+    def converted(*given: Any) -> dict[str, Tensor]:
+        nonlocal held, most, total
+        tensors = made(*given)
+        for tensor in tensors.values():
+            weakref.finalize(tensor, let_go, tensor.nbytes)
+            held += tensor.nbytes
+            total += tensor.nbytes
+        most = max(most, held)
+        return tensors
+
+    monkeypatch.setattr(engine.convert.checkpoint, "_converted", converted)
+    convert(source, tmp_path, Recipe())
+    largest = max(tensor.nbytes for tensor in _stored(tmp_path).values())
+    assert most <= 200_000 + largest < total / 4
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ PROMPT = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 4, 7]
 
 def _converted(form: str, directory: Path) -> Path:
     source = write_checkpoint(TENSORS, CONFIG, directory / "source", dtype=torch.bfloat16)
-    convert(source, directory / "out", Recipe({"experts": form, "attention": form}))  # type: ignore[dict-item]  # a form
+    mixed = Recipe({"experts": "int4", "attention": "int8", "mlp": "int8", "indexer": "int8"}, 32, mtp=True)
+    recipe = mixed if form == "mixed" else Recipe({"experts": form, "attention": form})  # type: ignore[dict-item]  # a form
+    convert(source, directory / "out", recipe)
     return directory / "out"
 
 
@@ -43,10 +45,10 @@ def _packed(form: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "awq", "asymmetric"])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8", "mixed", "awq", "asymmetric"])
 async def test_every_form_is_served(form: str, tmp_path: Path) -> None:
     """`forebay serve` of the directory answers token ids with token ids, and the engine's tokens are the same in both placements."""
-    directory = (_converted if form in ("int4", "int8", "fp8") else _packed)(form, tmp_path)
+    directory = (_converted if form in ("int4", "int8", "fp8", "mixed") else _packed)(form, tmp_path)
     offload = await run(directory, small(hot_rows=24), [(PROMPT * 3, 6)])
     resident = await run(directory, small(placement="resident"), [(PROMPT * 3, 6)])
     assert offload.same_bits(resident)
