@@ -151,6 +151,7 @@ class Drafter:
         if self._selects(depth):
             self._asked = layer.full_indexer.index_query(u, latent, cos, sin)
             if self.peer is not None:
+                self._asked = (self._asked[0].contiguous(), self._asked[1].contiguous())
                 self.peer.written, self.peer.asked = (self._place_of[depth], self._position, to), self._asked
 
     def _draft(self, depth: int, table: Tensor, sampling: SamplingTable) -> None:

@@ -48,6 +48,7 @@ def parts_of(load: Callable[..., Model], weights: Model | None, peer: torch.devi
     if peer is None:
         return weights or load(), None
     if weights is not None:
+        assert weights.layers[0].mla.key_up.shape[0] == weights.config.heads, "a part of a model cannot be cut again"
         return split_model(weights, peer)
     splitter = Splitter(peer)
     owner = load(part_of=splitter.take)

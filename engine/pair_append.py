@@ -60,6 +60,12 @@ class PairAppend(AppendRun):
         self._last = self._written
         return self._written
 
+    def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
+        super()._write(chunk, local, group)
+        self._qr = self._qr.contiguous()  # what goes to the peer lies side by side
+        if self._stage.main_groups[group][0] == local:
+            self._query, self._head_weights = self._query.contiguous(), self._head_weights.contiguous()
+
     def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
         each = tile_rows(chunk.first + chunk.rows)
         chosen = self._peer.choose(self._chain, group, first, end, each, lambda: (self._query, self._head_weights), self._written)
@@ -108,7 +114,8 @@ class PairAppend(AppendRun):
         return self._forwarded[-1]
 
     def _route(self, mlp: MoeWeights) -> None:
-        self._chosen = mlp.route(self._y)
+        expert_of, weight_of = mlp.route(self._y)
+        self._chosen = expert_of.contiguous(), weight_of.contiguous()
 
     def _fed(self, *, routed: bool) -> tuple[Tensor, ...]:
         return (self._y, *self._chosen) if routed else (self._y,)

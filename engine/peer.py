@@ -10,7 +10,8 @@ device for itself: their sizes, and what each knows to be in RAM, may differ.
 
 Invariants:
 1. The peer never quantises: rows and keys are copied as the owner stored them, one by one, by address (`kernels/replicate`).
-2. A buffer of the peer is written on the peer's streams, from the owner's memory; what comes back is fetched on the owner's.
+2. A buffer of the peer is written on the peer's streams, from the owner's memory; what comes back is fetched on the owner's. Only
+   `kernels/replicate` touches both: any other operation on the other device's tensor would run on a stream that orders nothing.
 Source: design, sections 4, 6, 10 and 13.
 """
 
@@ -109,8 +110,8 @@ class PeerRows:
         scratch: Scratch | None,
     ) -> None:  # fmt: skip
         """The peer's candidates; query and head weights are the owner's, of which `place_of` and `positions` are copies here."""
-        copy_across(self._query, query.contiguous())
-        copy_across(self._head_weights, head_weights.contiguous())
+        copy_across(self._query, query)
+        copy_across(self._head_weights, head_weights)
         own_candidates(
             table, group, place_of, positions, self._query, self._head_weights, self._peer.layout.key, first, PEER_SHARE, self.candidates,
             scratch,
@@ -175,7 +176,7 @@ class PeerStep:
         if place > 0:
             copies = (self.new_at, (place - 1) * self.compact[0].numel()) if self.peer.rounds.copies else None
             self.rows.bring(local, None, copies=copies)
-        copy_across(self.latent, latent.contiguous())
+        copy_across(self.latent, latent)
         asked = self.peer.model.layers[local].heads.project_query(self.latent, self._cos, self._sin)
         for target, value in zip((self.query.latent, self.query.rope), asked, strict=True):
             target.copy_(value)
@@ -188,7 +189,7 @@ class PeerStep:
 
     def feed(self, local: int, state: Tensor, chosen: "Chosen | None") -> None:
         """Its part of the MLP's output. Args: state: that the owner's MLP reads. chosen: the owner's; None: the layer is dense."""
-        copy_across(self.state, state.contiguous())
+        copy_across(self.state, state)
         if chosen is not None:
             copy_across(self.chosen.expert_of, chosen.expert_of)
             copy_across(self.chosen.weight_of, chosen.weight_of)

@@ -146,7 +146,7 @@ class PeerAppend:
 
     def merge(self, start: int, own: Candidates, out: Tensor) -> None:
         """The owner's work: its candidates and the peer's of one tile."""
-        its = self._chosen.pop(start)
+        its = self._chosen[start]  # kept: let go now, its memory could be written again before this has run
         merge_candidates(own, Candidates(*(_here(part, out.device) for part in its.buffers)), out)
 
     def attend(self, chain: Chain, local: int, asked: Asked, few: bool, after: Sequence[Event[Any]]) -> Event[Any]:
@@ -185,5 +185,5 @@ class PeerAppend:
 def _here(source: Tensor, device: torch.device) -> Tensor:
     """A copy of the other device's tensor."""
     target = torch.empty(source.shape, dtype=source.dtype, device=device)
-    copy_across(target, source.contiguous())
+    copy_across(target, source)
     return target

@@ -42,7 +42,16 @@ def check_peer(owner: torch.device, config: EngineConfig) -> torch.device | None
             raise BadSetting(f"peer {config.peer}: {owner} cannot reach its memory; choose cards with peer access, or leave --peer out")
         if config.graphs == "on":
             raise BadSetting("graphs on: with a peer on a card every operation of a step is submitted apart; use auto or off")
+        _reach(owner, peer)
     return peer
+
+
+def _reach(owner: torch.device, peer: torch.device) -> None:
+    """Let kernels of each card read and write the other's memory: torch asks the driver for that before its first copy either way."""
+    for one, other in ((owner, peer), (peer, owner)):
+        torch.zeros(1, device=one).to(other)
+    for device in (owner, peer):
+        torch.cuda.synchronize(device)
 
 
 def open_peer(

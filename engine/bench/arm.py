@@ -32,6 +32,7 @@ from engine.engine import Engine
 from engine.errors import BadSetting, ForebayError
 from engine.generation import Generation
 from engine.model.glm import Model
+from engine.peer_opening import check_peer
 from engine.protocol import Progress, Prompt, SessionId, SyntheticHistory
 from engine.sampling import Sampling
 from streams import Backend
@@ -164,11 +165,11 @@ async def watched_engine(
     backend: Backend | None = None
     if load.probe_tokens:
         probe = Probe()
-        backend = streams_of(device, probe, timed=True)
+        backend = streams_of(device, probe, timed=True, peer=check_peer(device, config))
         probe.device = backend if isinstance(backend, DeviceBackend) else None
     try:
         async with Engine.open(load.model, config, progress=progress, backend=backend, weights=kept.model) as engine:
-            kept.model = engine.stage.model
+            kept.model = engine.stage.model if engine.stage.peer is None else None  # else it is a part, and the whole is not there
             yield engine, probe
     finally:
         if backend is not None:

@@ -14,6 +14,7 @@ from engine.bench.arm import Load, Watch, forget_engines, seeded_prompt
 from engine.config import EngineConfig
 from engine.device import device_of, streams_of
 from engine.engine import Engine
+from engine.peer_opening import check_peer
 from engine.sampling import Sampling
 from streams import Event, Tape, TapeRecorder
 from streams.capture import GraphRecorder, Mark
@@ -68,7 +69,7 @@ async def _taped(load: Load, config: EngineConfig, watch: Watch) -> Tape:
     device = device_of(config)
     records: list[Record] = []
     observer = _Switched(TapeRecorder(records.extend))
-    backend = streams_of(device, observer)
+    backend = streams_of(device, observer, peer=check_peer(device, config))
     notes = {"model": load.model.name, "placement": config.placement, "device": device.type}
     try:
         async with Engine.open(load.model, config, backend=backend, progress=lambda done, total: watch("loading", done, total)) as engine:

@@ -108,7 +108,10 @@ class Splitter:
     def peer_of(self, model: Model) -> PeerModel:
         """The peer's part of a model, all of whose layers were taken."""
         assert len(self._layers) == len(model.layers), f"{len(self._layers)} layers were taken of {len(model.layers)}"
-        return PeerModel(model.config, self._layers, model.frequencies.to(self._device), model.dtype)
+        peer = PeerModel(model.config, self._layers, model.frequencies.to(self._device), model.dtype)
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)  # what was copied here is read by streams that know nothing of it
+        return peer
 
     def _heads(self, layer: LayerWeights) -> tuple[Heads, Heads]:
         heads = layer.mla.heads

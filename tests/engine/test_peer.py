@@ -134,6 +134,42 @@ async def test_keys_of_both_devices_are_chosen(long_checkpoint: Path) -> None:
     assert two.same_bits(await spoken(long_checkpoint, peered(**settings, mirror_replicas=2), turns))
 
 
+async def test_rows_and_keys_that_nobody_selects_are_not_seen(long_checkpoint: Path) -> None:
+    """NaN in every byte of both devices' rings, blocks and pages behind the session's last row changes no bit of what comes next."""
+    config = peered(append_chunk_rows=64)
+    said: list[tuple[list[int], list[torch.Tensor]]] = []
+    for poisons in (False, True):
+        async with Engine.open(long_checkpoint, config) as engine:
+            session = await engine.create_session()
+            tokens, logits = [], []
+            for prompt, count in (([token % 90 for token in ids(70, 2)], 2), ([3], 4)):
+                async for chunk in engine.generate(prompt, greedy(count), session=session):
+                    tokens.extend(chunk.token_ids)
+                    logits.extend(chunk.logits)
+                if poisons:
+                    await _poison(engine)
+            said.append((tokens, logits))
+    assert said[0][0] == said[1][0]
+    assert all(torch.equal(mine, its) for mine, its in zip(said[0][1], said[1][1], strict=True))
+
+
+async def _poison(engine: Engine) -> None:
+    """Bytes of 255, which are NaN in float32, wherever no row or key of the session is."""
+    layout = engine.stage.layout
+    for memory in engine.memories.values():
+        await memory.operations.settle()
+        assert isinstance(memory, PairSession)
+        rows = memory.counts.logical
+        for one in (memory.owner, memory.peer):
+            block = one.device_block(rows // 64)
+            for layer in range(layout.layers):
+                block[layout.row_offset(layer, rows % 64) : layout.row_offset(layer + 1)] = 255
+            for place in range(one.pages.pages):
+                here = max(0, min(1024, rows - 1024 * one.holdings.share.page(place)))
+                for layer in range(layout.key_layers):
+                    one.pages.view(layer, place)[here * layout.key.key_bytes :] = 255
+
+
 async def _two_sessions(checkpoint: Path, backend: Backend, config: EngineConfig) -> tuple[Run, Run]:
     """A session of two turns beside one whose chunks are appended while the first decodes; bytes compared at the end."""
     async with Engine.open(checkpoint, config, backend=backend) as engine:
