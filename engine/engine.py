@@ -42,6 +42,7 @@ from engine.sampling import Sampling
 from engine.session import Phase, Session
 from engine.sessions import Sessions
 from engine.stage import Stage
+from engine.stage_calls import Asked
 from engine.synthetic import begun_with
 from engine.text.template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
@@ -129,7 +130,7 @@ class Engine:
             sampling=default_sampling(directory),
         )  # fmt: skip
         try:
-            async with nullcontext() if head is None else engine._met(head), engine.running():
+            async with nullcontext() if head is None else engine.recovery.met(head), engine.running():
                 if backend is None and device.type != "cpu":
                     sessions = min(config.decode_batch_limit, max(1, context_max // 2 // _WARM_TOKENS))
                     await warm_up(engine, stage, sessions=sessions, rows=stage.tokens_fit(context_max))
@@ -174,11 +175,6 @@ class Engine:
             raise group_failure.exceptions[0] from None  # the loop's own: the other task raises nothing
         if failure is not None:
             raise failure
-
-    def _met(self, head: Head) -> AbstractAsyncContextManager[None]:
-        """With all nodes there, for the length of the block; sessions live through the loss of one."""
-        head.on_lost, head.on_whole = self.recovery.lost, self.recovery.found
-        return head.met()
 
     @property
     def stage(self) -> Stage:
@@ -335,6 +331,8 @@ class Engine:
         while True:
             try:
                 return make()
+            except Asked as asked:
+                await asked.event.wait_done()
             except NotAdmitted:
                 if not await self.departures.make_room(None if spared is None else self._sessions.get(spared)):
                     raise

@@ -27,6 +27,7 @@ from engine.request import Request
 from engine.scheduler import Decision, decide
 from engine.session import Phase, Session
 from engine.stage import Stage
+from engine.stage_calls import Asked
 from engine.stored import StoredSessions, Storing
 from engine.tally import Tally
 from engine.waiting_line import WaitingLine
@@ -240,7 +241,13 @@ class StepLoop:
 
     def _admit(self, request: Request) -> bool:
         """Start a request's append if its memory can be had; returns False if it must wait for memory."""
-        admitted = self._line.admit(request, others_run=bool(self.appending or self.decoding))
+        try:
+            admitted = self._line.admit(request, others_run=bool(self.appending or self.decoding))
+        except Asked as asked:  # another machine will say whether there is memory
+            asked.event.on_done(lambda _: self.wake())
+            return False
+        except NodeLost:  # it is away by now
+            return False
         if admitted:
             session = request.session
             assert session.memory is not None, "admitted with memory"

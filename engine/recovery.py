@@ -10,12 +10,14 @@ Invariants:
 """
 
 from collections.abc import MutableMapping
+from contextlib import AbstractAsyncContextManager
 
 import structlog
 
 from engine.archive.transfers import Archives
 from engine.errors import ForebayError
 from engine.loop import StepLoop
+from engine.node.head import Head
 from engine.protocol import SessionId
 from engine.session import Phase, Session
 
@@ -32,6 +34,11 @@ class Recovery:
         self._sessions = sessions
         self._archives = archives
         self._touched: dict[Session, None] = {}
+
+    def met(self, head: Head) -> AbstractAsyncContextManager[None]:
+        """With all nodes there, for the length of the block; sessions live through the loss of one."""
+        head.on_lost, head.on_whole = self.lost, self.found
+        return head.met()
 
     def lost(self, error: BaseException) -> None:
         """A node is out of reach: nobody new begins, and what runs ends."""

@@ -33,6 +33,7 @@ from engine.errors import ForebayError, NotAdmitted, SessionBroken, SessionBusy,
 from engine.protocol import SessionId
 from engine.session import Phase, Session
 from engine.stage import Stage
+from engine.stage_calls import Asked
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS
 from memory.append import blocks_of
 from memory.errors import BarrierFailed, DoesNotFit
@@ -242,7 +243,7 @@ class Archives:
 
     async def _filled(self, session: Session, reader: Reader, progress: TransferProgress | None) -> SessionMemory:
         """Memory for a session's tokens, with the archive's rows in it; nothing of it is held after a failure."""
-        memory = self._open(session)
+        memory = await self._opened(session)
         try:
             await self._fill(memory, reader, progress)
         except BaseException as error:
@@ -268,6 +269,13 @@ class Archives:
                 return 0
             session.memory = await self._filled(session, reader, None)
         return rows
+
+    async def _opened(self, session: Session) -> SessionMemory:
+        while True:
+            try:
+                return self._open(session)
+            except Asked as asked:
+                await asked.event.wait_done()
 
     def _open(self, session: Session) -> SessionMemory:
         """Memory for its tokens, with what idle sessions give back for it. Raises NotAdmitted, NeverFits."""

@@ -61,20 +61,21 @@ class LocalNode:
 class Cluster:
     """The nodes, and what their head is opened with."""
 
-    def __init__(self, model: Path, config: EngineConfig, cut: str, limits: ChannelLimits = LIMITS) -> None:
+    def __init__(self, model: Path, config: EngineConfig, cut: str, limits: ChannelLimits, node_config: EngineConfig) -> None:
         facts = ModelConfig.read(model)
         self.stages = cut_layers(cut, facts.layers)
-        self.nodes = [LocalNode(model, config, self.stages, stage, limits) for stage in range(len(self.stages) - 1)]
+        self.nodes = [LocalNode(model, node_config, self.stages, stage, limits) for stage in range(len(self.stages) - 1)]
         locate: list[Locate] = [node.locate for node in self.nodes]
         self.setup = HeadSetup(facts, config, self.stages, locate, KEY, limits)
 
 
 @asynccontextmanager
 async def cluster_of(
-    model: Path, config: EngineConfig, cut: str, limits: ChannelLimits = LIMITS
+    model: Path, config: EngineConfig, cut: str, limits: ChannelLimits = LIMITS, *, node_config: EngineConfig | None = None
 ) -> AsyncIterator[tuple[Engine, Cluster]]:  # fmt: skip
-    """An engine over nodes; all of it is gone after. Args: cut: as `--stages`; the last stage is the head's."""
-    cluster = Cluster(model, config, cut, limits)
+    """An engine over nodes; all of it is gone after. Args: cut: as `--stages`; the last stage is the head's. node_config: of
+    the nodes, where it is another one."""
+    cluster = Cluster(model, config, cut, limits, node_config or config)
     async with AsyncExitStack() as nodes:
         for node in cluster.nodes:
             nodes.push_async_callback(node.stop)

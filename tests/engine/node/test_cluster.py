@@ -1,6 +1,7 @@
 """Stages on nodes: the same tokens and logits to the bit as in one process."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.engine import Engine
-from engine.errors import NodeLost
+from engine.errors import NeverFits, NodeLost
 from engine.generation import Generation
 from engine.protocol import SessionId
 from tests.engine.model.parity import make_checkpoint, named
@@ -102,3 +103,20 @@ async def test_a_node_that_is_lost_ends_what_runs_and_its_sessions_go_on(checkpo
         await engine.close_session(fresh)
         await engine.stage.idle()
         assert await left_of(engine, cluster) == (0, 0, 0)
+
+
+async def test_who_finds_no_room_on_a_node_waits_for_what_it_frees(checkpoint: Path) -> None:
+    """A node with room for one session at a time: turns of sessions that are closed at once follow one another, and none is refused, though
+    what a close frees is not known before the node has said so; what can never fit is refused with the node's numbers."""
+    roomy = small(hot_rows=TOP_K, context_max=4096)
+    async with cluster_of(checkpoint, roomy, "2", node_config=replace(roomy, host_memory_bytes=1 << 18)) as (engine, cluster):
+        stage = cluster.nodes[0].stage
+        assert stage is not None
+        blocks = stage.arena.statistics().blocks
+        fits = 64 * blocks - 64
+        for turn in range(2):
+            session = await engine.create_session()
+            assert len(await tokens(engine, session, ids(fits - 40, turn), 4)) == 4
+            await engine.close_session(session)
+        with pytest.raises(NeverFits, match="bytes of host memory missing"):
+            await anext(engine.generate(ids(10, 1), greedy(64 * blocks + 1)))
