@@ -159,5 +159,5 @@ COMPILE = [
     (_integer_down, _down_case(6144, 2048, 4, 128, True, 2)),
     (_integer_down, _down_case(6144, 12288, 8, 64, False, 0)),
     *((_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 2, how)) for how in GATED_FORMS),
-    *((_integer_down, _down_case(6144, 2048, 4, 64, False, 1, how)) for how in FORMS),
+    *((_integer_down, _down_case(6144, 2048, 4, 64, False, 1, how)) for how in FORMS if how.raised),
 ]

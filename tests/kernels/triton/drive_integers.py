@@ -8,7 +8,7 @@ import interpreted
 import torch
 from torch import Tensor
 
-from kernels.linear import GroupInt, integers, linear, tiling
+from kernels.linear import GroupInt, integers, linear, tiling, widen
 from kernels.linear.group_int import padded_width
 from kernels.place import BULK_ROWS
 
@@ -55,6 +55,36 @@ def products_are_exact() -> None:
         else:
             narrow = x.bfloat16()
             company.near(f"bf16, {name}", integers.linear(narrow, weight, torch.float32), narrow.double() @ values.t(), 2e-6)
+
+
+def _run(assembly: str, units: Tensor) -> Tensor:
+    """What instructions that shift, mask and put in bits make of pairs of units, int64 words of 32 bits."""
+    done = {"$1": units}
+    for line in assembly.strip("{} ").split(";"):
+        words = line.replace(",", "").split()
+        if not words or words[0] in (".reg", "sub.rn.bf16x2"):
+            continue
+        if words[0] == "shr.u32":
+            done[words[1]] = done[words[2]] >> int(words[3])
+        else:
+            assert (words[0], words[5]) == ("lop3.b32", "0xEA"), f"no instruction of these: {line}"  # (first and second) or third
+            done[words[1]] = (done[words[2]] & int(words[3], 16)) | int(words[4], 16)
+    return done["$0"] if "$0" in done else done["t"]
+
+
+def instructions_make_what_is_said_of_them() -> None:
+    """NVIDIA's instructions, which the interpreter does not run: of every unit, beside any other, 128 or 16 more than its code."""
+    low = torch.arange(1 << 16)
+    high = low[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
+    pairs = low | high << 16
+    for name, piece, more in (
+        ("_PIECE_0", 0, 128), ("_PIECE_1", 1, 128), ("_PIECE_2", 2, 128), ("_PIECE_3", 3, 128), ("_RAISED_1", 1, 16), ("_RAISED_2", 2, 16),
+        ("_RAISED_3", 3, 16),
+    ):  # fmt: skip
+        made = _run(getattr(widen, name).value, pairs)
+        for half, units in ((made & 0xFFFF, low), (made >> 16, high)):
+            numbers = half.to(torch.int32).to(torch.int16).view(torch.bfloat16).long()
+            assert torch.equal(numbers, (units >> 4 * piece & 15) + more), name
 
 
 def every_kind_of_tiling() -> None:
@@ -123,6 +153,7 @@ def many_rows() -> None:
 def main() -> None:
     torch.manual_seed(1)
     packing_is_lossless()
+    instructions_make_what_is_said_of_them()
     products_are_exact()
     every_kind_of_tiling()
     every_form_of_four_bits()
