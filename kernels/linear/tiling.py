@@ -57,8 +57,14 @@ _GATED: dict[tuple[int, int], Tiling] = {
 
 
 # (outputs, width, bits, routed) of `GroupInt` weights under bf16 rows; `Tiling.width` is replaced by the chunk of the weight's group
-_INTEGER: dict[tuple[int, int, int, bool], Tiling] = {}
-_INTEGER_GATED: dict[tuple[int, int, int, bool], Tiling] = {}  # gate and up together: `Tiling.outputs` of each a program
+_INTEGER: dict[tuple[int, int, int, bool], Tiling] = {
+    (16384, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True, raised=True),
+    (6144, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True, raised=True),
+    (6144, 2048, 4, True): Tiling(32, 256, 1, 2, 3, twin=True, raised=True),
+}
+_INTEGER_GATED: dict[tuple[int, int, int, bool], Tiling] = {
+    (2048, 6144, 4, True): Tiling(16, 256, 2, 2, 3, raised=True),
+}  # gate and up together: `Tiling.outputs` of each a program
 
 
 def _cdiv(value: int, by: int) -> int:
