@@ -196,8 +196,8 @@ class Lanes:
         self.may_grant = self.must_grant = False
         found = []
         for name, kind in self._kinds.items():
-            ready = kind.ready() if len(kind.posted) >= len(kind.granted) else 0
-            if ready and ready >= len(kind.granted):
+            ready = kind.ready() if 2 * len(kind.posted) >= len(kind.granted) else 0
+            if ready and 2 * ready >= len(kind.granted):
                 for _ in range(ready):
                     kind.granted.append(kind.posted.popleft())
                 found.append((name, ready))
@@ -205,9 +205,9 @@ class Lanes:
 
     def _weigh(self, kind: _Kind) -> None:
         waiting, ahead = len(kind.posted), len(kind.granted)
-        if waiting >= ahead:
+        if 2 * waiting >= ahead:
             self.may_grant = True
-            self.must_grant = self.must_grant or waiting > 2 * ahead
+            self.must_grant = self.must_grant or waiting > ahead
 
     def may_go(self, kind: str) -> bool:
         """Whether a frame of that kind may be sent this moment, before any other; if so it counts as sent."""
