@@ -26,14 +26,14 @@ __all__ = ["INTEGER_LINEAR", "integer_cases", "integer_linear_case", "integer_ml
 INTEGER_LINEAR = ("query", "attention output")
 # outputs, parts, warps, stages, twin that are tried: of gate and up, twins anyway, and of single weights
 _GATED = (
-    (16, 4, 4, 3, False), (64, 1, 4, 3, False), (16, 4, 4, 2, False), (16, 8, 8, 2, False), (32, 1, 2, 4, False),
-    (32, 1, 2, 3, False), (16, 2, 2, 3, False), (16, 1, 1, 4, False),
+    (16, 4, 4, 3, False), (16, 2, 2, 3, False), (16, 2, 2, 4, False), (32, 1, 2, 3, False), (64, 1, 4, 3, False), (16, 4, 4, 4, False),
+    (16, 1, 1, 4, False), (16, 2, 2, 5, False),
 )  # fmt: skip
 _SINGLE = (
-    (16, 4, 4, 3, False), (64, 1, 4, 3, False), (16, 4, 4, 2, False), (16, 8, 8, 2, False), (64, 1, 4, 3, True), (64, 1, 4, 4, False),
-    (16, 4, 4, 3, True), (16, 2, 2, 3, True), (32, 1, 2, 3, True), (32, 1, 2, 4, True),
+    (16, 4, 4, 3, False), (16, 2, 2, 3, True), (32, 1, 2, 3, True), (16, 4, 4, 4, False), (64, 1, 4, 3, False), (16, 4, 4, 5, False),
+    (16, 2, 2, 4, True), (16, 2, 2, 6, False), (64, 1, 4, 3, True),
 )  # fmt: skip
-_PLAIN = 2  # of four bits, also tried without being raised as the others are
+_RAISED = 3  # of four bits, also tried raised
 _OF_BYTES = 6  # tried of eight bits
 _PROGRAMS = 264  # two a multiprocessor of the largest card in mind; what splits of one-part tilings aim at
 _GROUP = 64
@@ -151,8 +151,11 @@ def integer_tilings(outputs: int, width: int, bits: int, *, gated: bool, experts
 
     chunk = 64 * 16 // bits
     tried = _GATED if gated else _SINGLE
-    plain = [(how, False) for how in tried[: _PLAIN if bits == 4 else _OF_BYTES]]
-    for how, raised in (*plain, *((how, True) for how in tried if bits == 4)):
+    four = bits == 4
+    for how, raised in (
+        *((how, False) for how in (tried if four else tried[:_OF_BYTES])),
+        *((how, True) for how in tried[:_RAISED] if four),
+    ):
         tile, parts, warps, stages, twin = how
         one = Tiling(tile, chunk, parts, warps, stages, 1, twin, raised)
         steps, programs = -(-width // one.step), -(-outputs // one.tile_outputs) * experts_read

@@ -19,7 +19,8 @@ Invariants:
 
 Floor: the codes and scales once, 18 bytes a clock and multiprocessor at 4.2 TB/s, so instructions a packed byte and lane count (128 a
 clock; masks and shifts 64). Of sm_90's loop over an attention's output, 4 bits: parts 5.2, twin 4.5, both raised 4.8 and 4.1; one part
-5.0, twin 4.4, both raised 4.7 and 3.9; masks and shifts are 2.0 of each. Eight bits: 4.3 (`tests/kernels/triton/instructions.py`).
+5.0, twin 4.4, both raised 4.7 and 3.9; masks and shifts are 2.0 of each. Eight bits: 4.3 (`tests/kernels/triton/instructions.py`). They
+are not what binds: an H200 gains by rows read less often and by more bytes under way (docs/performance.md).
 """
 
 import torch
