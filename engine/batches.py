@@ -60,6 +60,7 @@ class Flight:
     members: tuple[Request, ...]
     rows: tuple[int, ...]  # that each member's counts advanced by
     events: StepEvents
+    lane: int = 0
     call: StepCall | None = None  # what the stages before were told; None: there is one stage
     failed: tuple[Request, ...] | None = None
 
@@ -72,10 +73,10 @@ class Batches:
         self._stage = stage
         self._buckets: dict[StepShape, Bucket] = {}
 
-    def _shape(self, members: tuple[Request, ...], rows: int) -> StepShape:
+    def _shape(self, members: tuple[Request, ...], rows: int, lane: int) -> StepShape:
         """The smallest power-of-two batch that holds them; on a device also of positions, which bound the launches of scoring."""
         positions = 0 if self._stage.device.type == "cpu" else max(_positions_max(request) for request in members)
-        return StepShape(0, _batch(len(members)), 1 << (positions - 1).bit_length() if positions else 0, rows)
+        return StepShape(lane, _batch(len(members)), 1 << (positions - 1).bit_length() if positions else 0, rows)
 
     def _bucket(self, shape: StepShape, arrived: Carried | None) -> Bucket:
         found = self._buckets.get(shape)
@@ -86,15 +87,15 @@ class Batches:
             found = self._buckets[shape] = Bucket(step, table, sampling)
         return found
 
-    def submit(self, members: tuple[Request, ...], depth: int, previous: Flight | None) -> Flight:
+    def submit(self, members: tuple[Request, ...], depth: int, previous: Flight | None, lane: int = 0) -> Flight:
         """Submit a step of these requests, one row each and up to `depth` drafts; every one has room for it.
 
-        Args: previous: the step before, not followed yet.
+        Args: previous: the step before, not followed yet. lane: theirs; steps of others may be in flight.
         """
         # More rows than this go the way of appends, whose sums depend on the number of rows.
         depth = min(depth, max(1, BULK_ROWS // _batch(len(members))) - 1)
         rows = tuple(1 + request.depth_within(depth) for request in members)
-        shape = self._shape(members, max(rows))
+        shape = self._shape(members, max(rows), lane)
         for request, own in zip(members, rows, strict=True):
             memory = request.session.memory
             assert memory is not None, f"request {request.id} decodes without memory"
@@ -125,7 +126,7 @@ class Batches:
             request.session.memory.operations.hold(events.followed)
             request.in_flight += 1
         self.steps += 1
-        return Flight(bucket, members, rows, events, call)
+        return Flight(bucket, members, rows, events, lane, call)
 
     def _begin(self, call: StepCall) -> Carried:
         """Submit the parts of a step on the stages before; returns what arrives here."""

@@ -3,7 +3,7 @@
 Holds who decodes and the step that was not followed yet. Does not decide who steps, and admits nobody.
 
 Invariants:
-1. At most one step is followed late.
+1. At most one step of a lane is followed late.
 2. A session in a step submitted before its stop was seen is rolled back when that step completes, and only then leaves its place.
 3. A failed operation ends the requests of its step and their sessions, and no others.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.batches import Batches, Flight, reach
 from engine.depth import DraftDepth
 from engine.errors import ForebayError, SessionBroken
+from engine.lanes import Lanes
 from engine.request import Request
 from engine.scheduler import Turns
 from engine.session import Phase
@@ -40,7 +41,8 @@ class Decoding:
         ends with. rolls_back: whether the rows of a session that ends with its request are cut to what was said too: somebody may
         continue them."""
         self.requests: list[Request] = []  # in order of their coming
-        self.flight: Flight | None = None  # submitted last, not followed
+        self.lanes = Lanes(1 + len(stage.before))
+        self._flights: list[Flight | None] = [None] * (1 + len(stage.before))  # of each lane, submitted last and not followed
         self.stage = stage
         self.depth = depth
         self.turns = Turns()
@@ -55,16 +57,28 @@ class Decoding:
         self._tally.began(request)
         self.requests.append(request)
         self.turns.join(request)
+        self.lanes.join(request)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is not followed yet."""
+        return any(flight is not None for flight in self._flights)
+
+    def offered(self) -> list[Request]:
+        """Those who may step now: it is the next lane's turn."""
+        self.lanes.turn(self._flights)
+        return self.lanes.offered()
 
     def submit(self, members: tuple[Request, ...], chosen: tuple[Request, ...]) -> Flight | None:
-        """Submit the next step of these requests, if there are any. Returns the step before, which is to be followed.
+        """Submit the next step of these requests, if there are any. Returns the step before of their lane, which is to be followed.
 
         Args: chosen: the same, in the order of the choice, where others may step too.
         """
-        previous, self.flight = self.flight, None
+        lane = self.lanes.current
+        previous, self._flights[lane] = self._flights[lane], None
         self.turns.serve(chosen)
         if members:
-            self.flight = self._batches.submit(members, self.depth.choose(len(members)), previous)
+            self._flights[lane] = self._batches.submit(members, self.depth.choose(len(members)), previous, lane)
         return previous
 
     def reap(self) -> None:
@@ -144,6 +158,7 @@ class Decoding:
         assert memory is not None
         self.requests.remove(request)
         self.turns.leave(request)
+        self.lanes.leave(request)
         if request.broken:
             session.move(Phase.BROKEN)
         else:
@@ -167,7 +182,7 @@ class Decoding:
         if flight.failed is not None:
             self._retract(flight)
             return
-        following = self.flight
+        following = self._flights[flight.lane]
         if following is not None and flight.events.done.error() is not None:
             following.failed = flight.members
         _log.error("step.failed", error=str(failure), sessions=[request.session.id for request in flight.members])

@@ -4,7 +4,7 @@ Holds who waits, who appends, who decodes, each in a class of its own. Decisions
 device work.
 
 Invariants:
-1. The next step is submitted before the host has seen the token of the one before; at most one step is followed late.
+1. The next step is submitted before the host has seen the token of the one before; at most one step of a lane is followed late.
 2. A session in a step submitted before its stop was seen is rolled back when that step completes, and only then leaves its place.
 3. A failed operation ends the requests whose step or append it belonged to, and no others.
 4. Whatever ends a request, its chunk queue gets exactly one last item.
@@ -168,7 +168,7 @@ class StepLoop:
             self._idle.set()
 
     def _nothing_left(self) -> bool:
-        left = bool(self.decoding or self.appending or self.waiting) or self._decode.flight is not None
+        left = bool(self.decoding or self.appending or self.waiting) or self._decode.in_flight
         if not left:
             self._idle.set()
         return not left
@@ -187,8 +187,8 @@ class StepLoop:
         self._nothing_left()
         self._pressure.turn()
         decision = decide(
-            self.waiting, self.decoding, session_idle=self._line.startable, may_step=self._may_step, decode_batch_limit=self._limit,
-            steps=self._decode.turns, chunks=self._appends.turns,
+            self.waiting, self._decode.offered(), session_idle=self._line.startable, may_step=self._may_step,
+            decode_batch_limit=self._limit, steps=self._decode.turns, chunks=self._appends.turns,
             appending=tuple(one for one in self._appends.choosable if not self._pressure.holds(one.session)),
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
@@ -212,7 +212,7 @@ class StepLoop:
         self._append_turn(decision.append, self._allowance(decision.decode))
         if previous is not None:
             await self._decode.follow(previous)
-        elif self._decode.flight is not None:
+        elif self._decode.in_flight:
             return
         elif self._appends.unit is not None:
             await self._appends.unit.wait_done()
@@ -261,7 +261,7 @@ class StepLoop:
 
     def _allowance(self, members: tuple[Request, ...]) -> int | None:
         """What units of appends may run beside a step of these requests, in bytes that it could read; None: nobody decodes."""
-        if not self.appending or (not members and self._decode.flight is None):
+        if not self.appending or (not members and not self._decode.in_flight):
             return None
         held = (request.session.memory for request in members)
         rows = (memory.counts.logical for memory in held if memory is not None)

@@ -1,6 +1,8 @@
 """Stages in one process: the same tokens and logits to the bit as one stage, however the layers are cut."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from engine.engine import Engine
 from engine.errors import BadSetting
 from engine.local_stages import cut_layers
 from engine.model.glm import load_model, stage_of
+from tests.engine.company import check_company, guests
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.runs import Run, collect, greedy, run, small
 
@@ -163,3 +166,40 @@ def test_weights_are_shared(checkpoint: Path) -> None:
     alone = load_model(checkpoint, layers=range(2, 4))
     assert alone.groups == last.groups == ((0,), (1,), (2,))
     assert torch.equal(alone.layers[0].mla.query_norm, last.layers[0].mla.query_norm)
+
+
+@pytest.mark.parametrize("stages", ["2", pytest.param("4", marks=pytest.mark.slow)])
+async def test_micro_batches_change_no_bit(checkpoint: Path, stages: str) -> None:
+    """Sessions that join and leave are spread over as many lanes as there are stages; steps of several are in flight at once, none of one
+    session, and each gives what it gives alone in one stage."""
+    made = guests(3, 7, int(named(NAME).config["vocab_size"]), rows_max=80, tokens_max=10)
+    settings = {"row_format": "q8g64", "hot_rows": TOP_K, "append_chunk_rows": 64, "prefix_cache": "off"}
+    async with Engine.open(checkpoint, small(**{**settings, "decode_batch_limit": 2, "stages": stages})) as engine:
+        await check_company(engine, made)
+        shapes = engine._loop._batches._buckets
+        assert {shape.lane for shape in shapes} == set(range(len(engine.stage.before) + 1)), "a lane was never used"
+
+
+async def test_lanes_are_even_and_nobody_is_in_two(checkpoint: Path) -> None:
+    """Six sessions decode in three lanes of two; as they leave, who is left is spread again, with no step of it in flight."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, stages="3", append_gap=1000.0)) as engine:
+        decode, seen, most = engine._loop._decode, set(), 0
+        submit = decode._batches.submit
+
+        def watched(members: tuple[Any, ...], depth: int, previous: Any, lane: int = 0) -> Any:
+            nonlocal most
+            for request in members:
+                others = [flight for flight in decode._flights if flight is not None and request in flight.members]
+                assert not others, "a session is in two steps at once"
+            flight = submit(members, depth, previous, lane)
+            most = max(most, 1 + sum(each is not None for each in decode._flights))
+            seen.add(tuple(len(each) for each in decode.lanes._members))
+            return flight
+
+        decode._batches.submit = watched  # type: ignore[method-assign]
+        lengths = [40, 40, 20, 20, 40, 20]
+        runs = await asyncio.gather(*(collect(engine, [(ids(1 + number, number), length)]) for number, length in enumerate(lengths)))
+        assert [len(each.tokens) for each in runs] == lengths
+        assert (2, 2, 2) in seen
+        assert (1, 1, 1) in seen
+        assert most == 3, f"{most} steps were in flight at once"
