@@ -40,6 +40,7 @@ class EngineConfig:
     row_format: Literal["q8g64", "bf16", "f32"] = "q8g64"
     index_key_format: Literal["auto", "bf16", "f32", "e4m3"] = "auto"  # auto: f32 with f32 rows, else bf16
     latent_norm_eps: float = 1e-6  # transformers' value; vLLM and SGLang use 1e-5
+    micro_batches: int = 0  # steps in flight at once of several stages; 0: auto, one a device
     stages: str = "1"  # stages of this process: a count, or the layers of each with commas between
     tape: str = ""  # file that every operation is recorded to; "": none
     dtype: Literal["auto", "f32", "bf16"] = "auto"  # auto: f32 on the CPU; on a device bf16, unless the checkpoint stores f32
@@ -52,7 +53,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         at_least = {
             "hot_rows": 0, "host_memory_bytes": 0, "decode_batch_limit": 1, "append_chunk_rows": 1, "context_max": 0,
-            "sessions_max": 1, "waiting_max": 0, "default_max_tokens": 1,
+            "sessions_max": 1, "waiting_max": 0, "default_max_tokens": 1, "micro_batches": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:

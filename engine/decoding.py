@@ -41,8 +41,8 @@ class Decoding:
         ends with. rolls_back: whether the rows of a session that ends with its request are cut to what was said too: somebody may
         continue them."""
         self.requests: list[Request] = []  # in order of their coming
-        self.lanes = Lanes(1 + len(stage.before))
-        self._flights: list[Flight | None] = [None] * (1 + len(stage.before))  # of each lane, submitted last and not followed
+        self.lanes = Lanes(stage.lanes)
+        self._flights: list[Flight | None] = [None] * stage.lanes  # of each lane, submitted last and not followed
         self.stage = stage
         self.depth = depth
         self.turns = Turns()

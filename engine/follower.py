@@ -206,6 +206,8 @@ class _Bucket:
 class LocalFollower:
     """See Follower."""
 
+    apart = False  # a step takes a device that is shared as long in parts as whole
+
     def __init__(self, stage: Stage) -> None:
         assert not stage.model.is_last, "the last stage leads"
         self.stage = stage

@@ -5,7 +5,7 @@ Invariants:
 2. Host and device memory are shared out by the layers of each stage, so that all stages hold about as many rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -17,10 +17,11 @@ from engine.joint import JointPlacement
 from engine.model.glm import Model, stage_of
 from engine.model.split import PeerModel
 from engine.stage import Stage, open_stage
+from engine.stage_calls import Follower
 from memory.ledger import Ledger
 from streams import Backend
 
-__all__ = ["close_stages", "cut_layers", "open_stages"]
+__all__ = ["close_stages", "cut_layers", "led", "open_stages"]
 
 
 def cut_layers(setting: str, layers: int) -> tuple[range, ...]:
@@ -61,8 +62,13 @@ def open_stages(
             undo.callback(opened.close)
             stages.append(opened)
         undo.pop_all()
-    before = tuple(LocalFollower(stage) for stage in stages[:-1])
-    return replace(stages[-1], before=before, placement=JointPlacement(stages[-1].placement, before))
+    return led(stages[-1], [LocalFollower(stage) for stage in stages[:-1]], config)
+
+
+def led(last: Stage, before: Sequence[Follower], config: EngineConfig) -> Stage:
+    """The last stage, with those before it and as many lanes of steps as there are devices, unless `config` says how many."""
+    lanes = config.micro_batches or 1 + sum(stage.apart for stage in before)
+    return replace(last, before=tuple(before), placement=JointPlacement(last.placement, before), lanes=lanes)
 
 
 def close_stages(stage: Stage) -> None:

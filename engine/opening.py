@@ -4,7 +4,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -12,8 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
-from engine.joint import JointPlacement
-from engine.local_stages import open_stages
+from engine.local_stages import led, open_stages
 from engine.model.glm import Model
 from engine.model.split import PeerModel, Splitter, split_model
 from engine.node.head import Head
@@ -82,7 +80,7 @@ async def _last_stage(weights: Model, config: EngineConfig, streams: Backend, co
     name = f"stage{len(head.followers)}"
     opening = functools.partial(open_stage, weights, config, streams, name=name, context_max=context_max, alone=False)
     own = opening() if weights.device.type == "cpu" else await asyncio.to_thread(opening)
-    return replace(own, before=head.followers, placement=JointPlacement(own.placement, head.followers))
+    return led(own, head.followers, config)
 
 
 def tape_at(name: str) -> RunningTape:

@@ -67,6 +67,7 @@ class Stage:
     forced: ForcedSelection | None = None  # for measuring: what decode steps select instead
     forced_acceptance: ForcedAcceptance | None = None  # for measuring: which drafts are accepted instead
     before: tuple[Follower, ...] = ()  # of the stage that samples: those whose states it goes on from, in order of layers
+    lanes: int = 1  # steps that may be in flight at once, of different sessions
     carry: Stream | None = None  # where one of several stages waits for the others; None: it is the only one
 
     @property

@@ -248,6 +248,7 @@ class Follower(Protocol):
 
     layout: BlockLayout
     first_layer: int
+    apart: bool  # whether its device is its own: then several steps in flight keep it and the others busy
 
     @property
     def held(self) -> PlacementStatistics:

@@ -37,6 +37,8 @@ __all__ = ["RemoteFollower"]
 class RemoteFollower:
     """See Follower."""
 
+    apart = True
+
     def __init__(
         self, far: Far, model: ModelConfig, layers: range, layout: BlockLayout, form: Form, numbers: Numbers, *, last: bool
     ) -> None:  # fmt: skip

@@ -90,7 +90,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("label", "nth"), [*FAULTS[:3], *(pytest.param(*each, marks=pytest.mark.slow) for each in FAULTS[3:])])
+@pytest.mark.parametrize(("label", "nth"), [FAULTS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in FAULTS[1:])])
 async def test_what_fails_on_one_stage_ends_its_requests_alone(checkpoint: Path, label: str, nth: int) -> None:
     """The request ends with SessionBroken, another one gets its usual bits, and every stage has everything back."""
     usual = VirtualBackend(0)

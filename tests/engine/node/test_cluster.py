@@ -51,6 +51,19 @@ def found(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
+@pytest.mark.slow
+async def test_sessions_that_decode_together_keep_every_node_busy(checkpoint: Path) -> None:
+    """Five sessions are spread over a lane a device, with drafts, and give what they give in one stage."""
+    turns = [[(ids(20 + 9 * number, number), 12)] for number in range(5)]
+    config = small(hot_rows=TOP_K, draft_depth=1, append_gap=1000.0)
+    async with Engine.open(checkpoint, config) as engine:
+        wanted = [await collect(engine, each) for each in turns]
+    async with cluster_of(checkpoint, config, "1,1,2") as (engine, _):
+        got = await asyncio.gather(*(collect(engine, each) for each in turns))
+        assert {shape.lane for shape in engine._loop._batches._buckets} == {0, 1, 2}
+    assert all(one.same_bits(other) for one, other in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("cut", [pytest.param("2", marks=pytest.mark.slow), "1,1,2"])
 async def test_stages_on_nodes_give_the_bits_of_one_stage(checkpoint: Path, cut: str) -> None:
     """Two turns of one session, prompts of several chunks."""
