@@ -26,6 +26,7 @@ Parts, from the bytes up
     fork.py        a second session from the first rows of one: what is shared and what is copied
     idle.py        what a session between two turns gives up: reservations, pages of index keys
     placement.py   `Offload` and `Resident`: made once, they open, fork, grow, rest, shed and refuse sessions
+    replica.py     a session on two devices behind the protocol of one; pair.py: the placement that makes such
     barrier.py     flush, await, check
 
 Invariants

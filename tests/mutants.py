@@ -3,7 +3,7 @@
 Each is a function that changes the real code in this process; it is called in a child process that ends afterwards, so nothing is undone.
 Its docstring says which rule it breaks.
 
-Not here: a peer that quantises a row again instead of taking the owner's bytes. There is no peer yet; its mutant comes with it.
+Not here: a peer that quantises a row again instead of taking the owner's bytes. The search has no peer; tests/engine/test_peer.py counts.
 """
 
 import asyncio

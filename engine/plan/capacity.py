@@ -137,7 +137,7 @@ def make_plan(model: str, config: ModelConfig, engine: EngineConfig, boxes: Boxe
         binds=binds,
         resident_sessions=_sessions(boxes, ask, _cut(boxes, ask, resident)),
         tokens_max=_longest(boxes, ask, rules, stages),
-        notes=_notes(engine, boxes, ask),
+        notes=_notes(engine, boxes),
     )
 
 
@@ -206,13 +206,12 @@ def _longest(boxes: Boxes, ask: Ask, rules: Rules, stages: tuple[StagePlan, ...]
     return 64 * least
 
 
-def _notes(engine: EngineConfig, boxes: Boxes, ask: Ask) -> tuple[str, ...]:
+def _notes(engine: EngineConfig, boxes: Boxes) -> tuple[str, ...]:
     """What of the plan this engine cannot run yet, and what it leaves out."""
     notes = []
-    if boxes.stages > 1 or boxes.cards_per_stage > 1:
-        notes.append("this engine runs one stage on one card; several cards and nodes are planned, not built")
-    if ask.replicas == 2:
-        notes.append("two mirrors are planned and not built yet")
+    if boxes.cards_per_stage > 1:
+        more = "several stages of two cards each are planned, not built; " if boxes.stages > 1 else ""
+        notes.append(f"{more}of two cards this engine keeps embedding, head and MTP block on the first; the plan halves them")
     if engine.placement == "resident":
         notes.append("resident sessions take RAM only while a barrier runs; none is counted")
     return tuple(notes)
