@@ -199,7 +199,9 @@ class StepLoop:
             if held_up and (self.appending or self.decoding):
                 break
         # Otherwise somebody left the line and may have made room, or runs and will: who is held up is asked again.
-        self._held_up = bool(self.away) or (held_up and len(self.waiting) == waiting and not (self.appending or self.decoding))
+        self._held_up = bool(self.away and self.waiting) or (
+            held_up and len(self.waiting) == waiting and not (self.appending or self.decoding)
+        )
         await self._turn(decision)
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
 

@@ -90,14 +90,6 @@ class Head:
         facts = self._setup.model
         return Form(facts.hidden, self._dtype, 0 if facts.full_layers[layers.stop] else facts.top_k)
 
-    @property
-    def nodes(self) -> list[tuple[str, int, str]]:
-        """Where each node listens, its process, and why it is lost; empty: it is not."""
-        return [
-            (str(at or "?"), 0 if far.facts is None else far.facts.process, "" if far.lost is None else str(far.lost))
-            for at, far in zip(self._at, self._fars, strict=True)
-        ]
-
     @asynccontextmanager
     async def met(self) -> AsyncIterator[None]:
         """Meet all nodes, and again whoever is lost, for the length of the block. Raises BadSetting: one does not belong."""
@@ -172,7 +164,9 @@ class Head:
 
     async def _meet(self, stage: int) -> None:
         """Raises StreamError, NotAdmitted: not now; BadSetting: never."""
-        setup, far = self._setup, self._fars[stage]
+        setup, far, before = self._setup, self._fars[stage], self._channels[stage]
+        if before is not None:
+            await before.close()  # it may have been given up from here alone: the node must hear of it
         address = self._at[stage] = await setup.locate[stage]()
         channel = await connect(address.host, address.port, key=setup.key, terms=self._terms, limits=setup.limits)
         self._channels[stage] = channel

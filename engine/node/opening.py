@@ -33,6 +33,8 @@ async def open_cluster(
     Args: ray_address: of the Ray to join; auto: the one of this machine, or that of RAY_ADDRESS.
     Raises: BadModel, BadSetting, NotAdmitted; Unreachable: there is no Ray.
     """
+    if config.peer:
+        raise BadSetting("a stage beside nodes has no peer yet: leave out --peer, or --nodes and --cluster")
     facts, limits = config_of(model, config.load_format), limits_of(cluster)
     stages = cut_layers(stages_setting(config.stages, cluster), facts.layers)
     if len(stages) < 2 or (cluster.nodes and len(stages) != len(cluster.nodes) + 1):
