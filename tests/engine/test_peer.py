@@ -11,6 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import BadSetting, SessionBroken
+from engine.protocol import SyntheticHistory
 from kernels.quantize import reference as quantize
 from memory.replica import PairSession, verify_replica
 from streams import Backend, Fault, SeededOrder, VirtualBackend, sealed
@@ -291,6 +292,40 @@ async def test_forks_cuts_stops_and_archives(checkpoint: Path, replicas: int, tm
         taken = await alone.import_session(tmp_path / "kept")
         one = [token async for chunk in alone.generate(ids(4, 7), greedy(6), session=taken) for token in chunk.token_ids]
     assert (len(first), one) == (9, said[0]), "an archive of a pair goes on on one device"
+
+
+@slow
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_made_up_histories_are_on_both_devices(checkpoint: Path, replicas: int) -> None:
+    """A synthetic history of several chunks, over a page of keys, and what is said behind it: one device's tokens, equal bytes on both."""
+    said = []
+    for config in (small(append_chunk_rows=256), peered(append_chunk_rows=256, mirror_replicas=replicas)):
+        async with Engine.open(checkpoint, config) as engine:
+            session = await engine.create_session()
+            made_up = SyntheticHistory(seed=7, rows=1100)
+            chunks = engine.generate(ids(20, 2), greedy(5), session=session, history=made_up)
+            said.append([token async for chunk in chunks for token in chunk.token_ids])
+            if config.peer:
+                assert await check_bytes(engine) == 1
+    assert said[0] == said[1]
+
+
+@slow
+@pytest.mark.parametrize("depth", [0, 3])
+async def test_company_and_stored_histories(checkpoint: Path, depth: int) -> None:
+    """Requests that share a step, and later ones that begin like them (forked, cut or continued): each says what it says alone."""
+    prompts = [ids(90, 1), ids(90, 1)[:70] + ids(9, 2), ids(66, 3), ids(90, 1) + ids(4, 5)]
+
+    async def say(engine: Engine, prompt: list[int]) -> list[int]:
+        return [token async for chunk in engine.generate(prompt, greedy(7)) for token in chunk.token_ids]
+
+    async with Engine.open(checkpoint, peered(draft_depth=depth, prefix_cache="off")) as engine:
+        alone = [await say(engine, prompt) for prompt in prompts]
+        together = await asyncio.gather(*(say(engine, prompt) for prompt in prompts))
+    async with Engine.open(checkpoint, peered(draft_depth=depth, prefix_cache="on", decode_batch_limit=2)) as engine:
+        stored = [await say(engine, prompt) for prompt in (*prompts, *prompts)]
+        later = await asyncio.gather(*(say(engine, prompt) for prompt in prompts))
+    assert alone == list(together) == stored[:4] == stored[4:] == list(later)
 
 
 async def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
