@@ -13,6 +13,7 @@ Parts
     sessions.py        the sessions that callers hold: forks, cuts, revisions; prompts.py: prompts as token ids; totals.py: the counts
     stored.py          histories that outlive their requests; prefix.py: which of them a prompt begins with
     departures.py      idle sessions that leave for the disk to make room; retention.py: how long a server keeps a session
+    node/              stages on other machines, and the head that drives them; recovery.py: sessions when such a machine is lost
     http.py            what routes share; session_routes.py: /v1/sessions; service.py: the engine once it is open
     waiting_line.py    who waits, who is refused; append_queue.py: running appends
     decoding.py        who decodes, the step in flight; batches.py: buckets of buffers and their tables

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.config import ServerConfig
-from engine.errors import BadRequest, NotAdmitted, SessionBroken
+from engine.errors import BadRequest, NodeLost, NotAdmitted, SessionBroken
 from engine.protocol import SyntheticHistory
 from engine.sampling import Sampling
 from engine.service import Service
@@ -117,6 +117,7 @@ async def test_what_was_asked_reaches_the_engine() -> None:
         (BadRequest("prompt too long", field="prompt"), 400, "invalid_request_error"),
         (NotAdmitted("the queue is full", retry_after_s=1.2), 429, "capacity_error"),
         (NotAdmitted("needs 5 GiB more RAM"), 503, "capacity_error"),
+        (NodeLost("a node is away"), 503, "node_lost"),
         (RuntimeError("secret detail"), 500, "internal_error"),
     ],
 )
@@ -134,12 +135,17 @@ async def test_an_error_before_the_first_chunk_has_its_status(error: Exception, 
             said = await error_of(response)
             assert said["type"] == kind
             assert "secret" not in str(said["message"])
-            assert response.headers.get("Retry-After") == ("2" if status == 429 else None)
+            assert response.headers.get("Retry-After") == ("2" if status == 429 or kind == "node_lost" else None)
             assert engine.generations[0].closed.is_set()
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"), [(SessionBroken("layer 3 is not finite"), "layer 3"), (ValueError("secret"), "internal error")]
+    ("error", "shown"),
+    [
+        (SessionBroken("layer 3 is not finite"), "layer 3"),
+        (NodeLost("a node is away"), "a node is away"),
+        (ValueError("secret"), "internal error"),
+    ],
 )
 async def test_an_error_amid_a_stream_is_its_last_chunk(error: Exception, shown: str) -> None:
     """A stream that fails ends with an error chunk and [DONE]; our own bugs do not show their text."""
