@@ -220,8 +220,8 @@ class Engine:
                 try:
                     await self._held.truncate(session_id, tokens, revision)
                     return
-                except NotAdmitted:
-                    if not await self.departures.make_room(session):
+                except NotAdmitted as error:
+                    if not await self._made_room(error, session):
                         raise
 
     async def close_session(self, session_id: SessionId) -> None:
@@ -269,7 +269,7 @@ class Engine:
                 break
             except NotAdmitted as error:
                 full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max
-                if isinstance(error, NeverFits) or not full or not await self.departures.make_room():
+                if isinstance(error, NeverFits) or not full or not await self._made_room(error):
                     raise
         self._held.used(taken)
         self._loop.stored.note(taken)
@@ -333,12 +333,16 @@ class Engine:
                 return make()
             except Asked as asked:
                 await asked.event.wait_done()
-            except NotAdmitted:
-                if not await self.departures.make_room(None if spared is None else self._sessions.get(spared)):
+            except NotAdmitted as error:
+                if not await self._made_room(error, None if spared is None else self._sessions.get(spared)):
                     raise
 
+    async def _made_room(self, refused: NotAdmitted, *spared: Session | None) -> bool:
+        return await self._loop.pressure.eased(refused.__cause__) or await self.departures.make_room(*spared)
+
     def _reclaim(self, missing: DoesNotFit) -> bool:
-        return self._loop.stored.reclaim(None, device=missing.device_missing_bytes > 0) is not None
+        device = missing.device_missing_bytes
+        return not self._loop.pressure.can_ease(device) and self._loop.stored.reclaim(None, device=device > 0) is not None
 
     def _abort_all(self) -> None:
         for request in self._loop.requests:

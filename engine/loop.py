@@ -46,9 +46,9 @@ class StepLoop:
         self.departures = Departures(lambda: self.stored.by_use, self.of, self._close_session, self.wake)
         # A step that was submitted before the last token was seen begins at most that deep past the end, and reaches further.
         self._batches = Batches(stage)
-        self._pressure = Pressure(stage.placement, lambda: (*self.appending, *self.decoding), self._batches.forget)
+        self.pressure = Pressure(stage.placement, lambda: (*self.appending, *self.decoding), self._batches.forget)
         self._line = WaitingLine(
-            stage, config.waiting_max, self._ended, self.stored, self.departures, self._pressure, spare_rows=3 * self.depth.most
+            stage, config.waiting_max, self._ended, self.stored, self.departures, self.pressure, spare_rows=3 * self.depth.most
         )  # fmt: skip
         self.reads = Reads()  # of sessions that are closed
         self.tally = Tally(stage.backend.clock)
@@ -165,6 +165,7 @@ class StepLoop:
             self._die(error)
             raise
         finally:
+            self.pressure.close()
             self._idle.set()
 
     def _nothing_left(self) -> bool:
@@ -185,11 +186,11 @@ class StepLoop:
         """Decide, admit, submit, follow."""
         self._reap()
         self._nothing_left()
-        self._pressure.turn()
+        self.pressure.turn()
         decision = decide(
             self.waiting, self._decode.offered(), session_idle=self._line.startable, may_step=self._may_step,
             decode_batch_limit=self._limit, steps=self._decode.turns, chunks=self._appends.turns,
-            appending=tuple(one for one in self._appends.choosable if not self._pressure.holds(one.session)),
+            appending=tuple(one for one in self._appends.choosable if not self.pressure.holds(one.session)),
         )  # fmt: skip
         waiting, held_up = len(self.waiting), False
         for request in () if self.away else decision.admit:
@@ -206,7 +207,7 @@ class StepLoop:
         await asyncio.sleep(0)  # readers get a turn even when every event was done already
 
     def _may_step(self, request: Request) -> bool:
-        return not self._pressure.holds(request.session) and self._decode.may_step(request)
+        return not self.pressure.holds(request.session) and self._decode.may_step(request)
 
     async def _turn(self, decision: Decision[Request]) -> None:
         """Submit what was decided, then follow what was in flight."""

@@ -117,12 +117,13 @@ class Sessions:
         return session
 
     def _fitted(self, take: Callable[[], T], spared: Session) -> T:
-        """What `take` gives, with what idle sessions give back for it. Raises NotAdmitted."""
+        """What `take` gives, with what idle sessions give back for it. Raises NotAdmitted, caused by what is missing."""
         while True:
             try:
                 return take()
             except DoesNotFit as error:
-                if self._loop.stored.reclaim(spared, device=error.device_missing_bytes > 0) is None:
+                device = error.device_missing_bytes  # what running sessions have of it beyond the usual is waited for: nobody idle pays
+                if self._loop.pressure.can_ease(device) or self._loop.stored.reclaim(spared, device=device > 0) is None:
                     raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
 
     def _between(self, session: Session) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import engine.placing
 import engine.stage
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -29,8 +30,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def budget(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Device memory of engines opened from here on, to be set; usual hot caches hold one selection."""
     found = [1 << 26]
-    monkeypatch.setattr(engine.stage, "_device_budget", lambda device: found[0])
-    monkeypatch.setattr(engine.stage, "HOT_ROWS", TOP_K)
+    monkeypatch.setattr(engine.stage, "device_budget", lambda device: found[0])
+    monkeypatch.setattr(engine.placing, "HOT_ROWS", TOP_K)
     return found
 
 
@@ -135,3 +136,52 @@ async def test_a_long_prompt_gives_up_its_extra_between_chunks(
             group.create_task(told("short", ids(60, 3)))
     assert shrunk, "nobody had to give anything"
     assert came == ["short", "long"]
+
+
+@pytest.mark.parametrize("way", ["fork", "import"])
+async def test_sessions_that_callers_make_get_it_too(
+    checkpoint: Path, budget: list[int], shrunk: list[str], way: str, tmp_path: Path
+) -> None:  # fmt: skip
+    """A fork, and a session from an archive, have the memory that a running one has beyond the usual: that one goes on, and both say what
+    they say alone."""
+    config = auto("cpu", context_max=1200)
+    long, turns = [(ids(900, 1), 100)], [(ids(60, 2), 8), (ids(3, 3), 5)]
+    alone = [await run(checkpoint, config, each) for each in (long, turns)]
+    budget[0] = await _scarce(checkpoint, config, 1000, 68)
+    async with Engine.open(checkpoint, config) as opened:
+        first = asyncio.ensure_future(collect(opened, long))
+        while not opened._loop.decoding:  # noqa: ASYNC110 - turns of the loop, no wait
+            await asyncio.sleep(0)
+        held = await opened.create_session()
+        told = [*(await opened.generate(ids(60, 2), greedy(8), session=held).complete()).token_ids]
+        if way == "fork":
+            made = await opened.fork_session(held)
+        else:
+            await opened.export_session(held, tmp_path / "held")
+            made = await opened.import_session(tmp_path / "held")
+        assert shrunk, "nobody had to give anything"
+        assert not first.done(), "the running session ended first"
+        await opened.close_session(held)
+        told += (await opened.generate(ids(3, 3), greedy(5), session=made).complete()).token_ids
+        assert (await first).same_bits(alone[0])
+    assert told == alone[1].tokens
+
+
+async def test_who_waits_for_it_goes_on_when_nobody_is_left_who_has_it(
+    checkpoint: Path, budget: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A fork that waits for what a running session has beyond the usual has its memory when that one ends, be it that nothing shrank."""
+    monkeypatch.setattr(Offload, "shrink", lambda self, session: False)
+    config = auto("cpu", context_max=1200)
+    budget[0] = await _scarce(checkpoint, config, 1000, 68)
+    async with Engine.open(checkpoint, config) as opened:
+        long = opened.generate(ids(900, 1), greedy(100))
+        await anext(long)
+        held = await opened.create_session()
+        await opened.generate(ids(60, 2), greedy(8), session=held).complete()
+        forked = asyncio.ensure_future(opened.fork_session(held))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not forked.done()
+        await long.aclose()
+        assert await forked in opened.sessions
