@@ -37,7 +37,7 @@ __all__ = ["COMMAND"]
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _STAGES = "3,3,2"  # the demo model's eight layers: two nodes, and the head
-_PROMPT_TOKENS, _ANSWER, _CUT_OFF, _AFTER = 4000, 48, 12, 64
+_PROMPT_TOKENS, _ANSWER, _CUT_OFF, _AFTER = 2500, 48, 12, 64
 _HOST_MEMORY_BYTES = 512 << 20
 _OBJECTS = str(80 << 20)  # Ray's least; nothing of ours goes there
 _RAY_STARTS_S, _BACK_S = 60.0, 120.0

@@ -9,12 +9,18 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.engine import Engine
-from engine.errors import NeverFits, NodeLost
+from engine.errors import BadSetting, NeverFits, NodeLost, NotAdmitted
 from engine.generation import Generation
+from engine.node.agreement import fingerprint_of, stage_terms
+from engine.node.caller import Caller
+from engine.node.calls import Facts
+from engine.node.visit import Effort, visit
 from engine.protocol import SessionId
+from streams import connect
 from tests.engine.model.parity import make_checkpoint, named
-from tests.engine.node.cluster_world import Cluster, cluster_of
+from tests.engine.node.cluster_world import LIMITS, Cluster, cluster_of
 from tests.engine.runs import collect, greedy, run, small
+from tests.streams.channel_world import KEY
 
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
@@ -133,3 +139,29 @@ async def test_who_finds_no_room_on_a_node_waits_for_what_it_frees(checkpoint: P
             await engine.close_session(session)
         with pytest.raises(NeverFits, match="bytes of host memory missing"):
             await anext(engine.generate(ids(10, 1), greedy(64 * blocks + 1)))
+
+
+async def test_a_node_that_does_not_belong_ends_the_head_with_both_sides_words(checkpoint: Path) -> None:
+    """Rows in another format: no time makes it right, so the head says what differs instead of waiting."""
+    ours = small(hot_rows=TOP_K)
+    with pytest.raises(BadSetting, match=r"rows=q8g64.*rows=f32"):
+        async with cluster_of(checkpoint, ours, "2", node_config=replace(ours, row_format="q8g64")):
+            pass
+
+
+async def test_a_node_answers_the_doctor_before_and_while_a_head_drives_it(checkpoint: Path) -> None:
+    """Nodes without weights yet answer too; under a head they say which model they run, and one head alone drives them."""
+    config = small(hot_rows=TOP_K)
+    async with cluster_of(checkpoint, config, "1,1,2") as (engine, cluster):
+        addresses = [node.address for node in cluster.nodes if node.address is not None]
+        found = await visit(addresses, KEY, Effort(LIMITS, frames=4, turns=3), lambda done, total: None)
+        assert not found.lost
+        assert {report.model for report in found.reports.values()} == {fingerprint_of(cluster.setup.model, config)}
+        assert all(not pair.failure for pair in found.pairs.values())
+        rival = await connect(*addresses[0], key=KEY, terms=stage_terms(fingerprint_of(cluster.setup.model, config), cluster.stages, 2))
+        try:
+            with pytest.raises(NotAdmitted, match="is driven by the head at"):
+                await Caller(rival, lambda _: None).call("begin", None, Facts)
+        finally:
+            await rival.close()
+        assert len(await tokens(engine, await engine.create_session(), ids(70, 1), 3)) == 3
