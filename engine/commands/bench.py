@@ -17,6 +17,7 @@ from engine.commands import (
     bench_kernels,
     bench_keys,
     bench_parity,
+    bench_pipeline,
     bench_round,
     bench_serve,
     bench_sessions,
@@ -32,7 +33,7 @@ ACTIONS: tuple[Command, ...] = (
     bench_decode.COMMAND, bench_append.COMMAND, bench_host.COMMAND, bench_parity.COMMAND, bench_step.COMMAND,
     bench_kernels.COMMAND, bench_round.COMMAND, bench_archive.COMMAND, bench_sessions.COMMAND, bench_serve.COMMAND,
     bench_keys.COMMAND, bench_weights.COMMAND,
-    bench_channel.COMMAND,
+    bench_channel.COMMAND, bench_pipeline.COMMAND,
 )  # fmt: skip
 
 
