@@ -34,6 +34,7 @@ class Recovery:
         self._sessions = sessions
         self._archives = archives
         self._touched: dict[Session, None] = {}
+        self._losses = 0
 
     def met(self, head: Head) -> AbstractAsyncContextManager[None]:
         """With all nodes there, for the length of the block; sessions live through the loss of one."""
@@ -42,6 +43,7 @@ class Recovery:
 
     def lost(self, error: BaseException) -> None:
         """A node is out of reach: nobody new begins, and what runs ends."""
+        self._losses += 1
         if not self._loop.away:
             self._loop.away = f"a node is away ({error})"
         for session in self._sessions.values():
@@ -59,11 +61,12 @@ class Recovery:
         for session in self._loop.stored.sessions:
             if session.broken is not None:
                 self._loop.stored.give_up(session)
-        touched, self._touched = self._touched, {}
+        losses, touched, self._touched = self._losses, self._touched, {}
         for session in touched:
             if self._sessions.get(session.id) is session and not session.closing:
                 await self._again(session)
-        self._loop.away = ""
+        if losses == self._losses:  # else somebody was lost meanwhile: all nodes are met again, and this is called again
+            self._loop.away = ""
         self._loop.wake()
 
     async def _again(self, session: Session) -> None:

@@ -16,7 +16,7 @@ from engine.node.caller import Caller
 from engine.node.calls import Facts
 from engine.node.visit import Effort, visit
 from engine.protocol import SessionId
-from streams import connect
+from streams import PeerLost, Reason, connect
 from tests.engine.model.parity import make_checkpoint, named
 from tests.engine.node.cluster_world import LIMITS, Cluster, cluster_of
 from tests.engine.runs import collect, greedy, run, small
@@ -165,3 +165,30 @@ async def test_a_node_answers_the_doctor_before_and_while_a_head_drives_it(check
         finally:
             await rival.close()
         assert len(await tokens(engine, await engine.create_session(), ids(70, 1), 3)) == 3
+
+
+async def test_a_loss_while_sessions_get_their_rows_begins_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that go again before every session was seen to: the engine stays closed until all of them are there and all sessions were."""
+    async with cluster_of(checkpoint, small(hot_rows=TOP_K), "2") as (engine, cluster):
+        session = await engine.create_session()
+        expected = await tokens(engine, session, ids(70, 1), 4)
+        recovery, error = engine.recovery, PeerLost(Reason.LOST, "made up")
+        reached, gate = asyncio.Event(), asyncio.Event()
+
+        async def held_up(_: object) -> None:
+            reached.set()
+            await gate.wait()
+
+        monkeypatch.setattr(recovery._archives, "left", held_up)
+        recovery.lost(error)
+        finding = asyncio.ensure_future(recovery.found())
+        await reached.wait()
+        recovery.lost(error)
+        gate.set()
+        await finding
+        assert not engine.ready
+        await recovery.found()
+        assert engine.ready
+        again = await engine.create_session()
+        assert await tokens(engine, again, ids(70, 1), 4) == expected
+        assert cluster.nodes[0].stage is not None
