@@ -6,7 +6,7 @@ import interpreted
 import torch
 from torch import Tensor
 
-from kernels.layout import HIDDEN_ROWS, TableField, TableLayout
+from kernels.layout import HIDDEN_ROWS, STATE_FIELDS, TableField, TableLayout
 from kernels.step import kernel, reference
 
 FIELDS = TableLayout(1).fields
@@ -63,9 +63,25 @@ def broken_logits_are_flagged() -> None:
         assert flags[1].tolist() == [-1, 4, 4, 4, 2, -1, 5]
 
 
+def peers_follow() -> None:
+    """Places with a session and a free one, more than a program takes: states and counts are the reference's."""
+    table = torch.zeros((9, FIELDS), dtype=torch.int64)
+    table[:, TableField.ROWS] = torch.tensor([1, 2, 0, 2, 2, 1, 0, 2, 1])
+    positions = torch.arange(18) * 37
+    got = []
+    for form in (reference, kernel):
+        states, mirrored = torch.arange(9 * STATE_FIELDS).view(9, STATE_FIELDS) * 5, torch.full((9,), 7)
+        table[:, TableField.STATE] = torch.tensor([state.data_ptr() for state in states])
+        form.follow_rows(table, positions, mirrored)
+        got.append((states, mirrored))
+    interpreted.same("states", got[1][0], got[0][0])
+    interpreted.same("mirrored", got[1][1], got[0][1])
+
+
 def main() -> None:
     begun = time.monotonic()
-    kernel.HIDDEN_TILE, kernel.LOGITS_TILE = 16, 16
+    kernel.HIDDEN_TILE, kernel.LOGITS_TILE, kernel.PLACES_BLOCK = 16, 16, 4
+    peers_follow()
     states_are_kept_in_float32()
     broken_logits_are_flagged()
     for width, tile in ((8, 1024), (33, 16)):
