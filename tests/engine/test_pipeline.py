@@ -180,6 +180,7 @@ async def test_micro_batches_change_no_bit(checkpoint: Path, stages: str) -> Non
         assert len({shape.lane for shape in shapes}) > 1, "all stepped in one lane"
 
 
+@pytest.mark.slow
 async def test_lanes_are_even_and_nobody_is_in_two(checkpoint: Path) -> None:
     """Six sessions decode in three lanes of two; as they leave, who is left is spread again, with no step of it in flight."""
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, stages="3", micro_batches=3, append_gap=1000.0)) as engine:
