@@ -94,7 +94,7 @@ def _config(model: str, asked: "WeightForm | None") -> "tuple[ModelConfig, Weigh
         return config, asked
     method = config.quantisation.method
     if method == "fp8":
-        return config, WeightForm("fp8")
+        return config, WeightForm("fp8", quantisation=config.quantisation)
     packed = None if method == "none" else config.quantisation
     return config, WeightForm("f32" if raw.get("dtype") == "float32" else "bf16", quantisation=packed)
 

@@ -1,6 +1,6 @@
 """Weights stored as packed integers, read into the layout that products take, or multiplied out as their format defines.
 
-Holds `PackedReader` and the names such weights are stored under. Knows the formats' bit orders; knows no layer.
+Holds `PackedReader`, `PackedForm` and the names such weights are stored under. Knows the formats' bit orders; knows no layer.
 
 Invariants:
 1. A weight is packed exactly when its words are stored; its scheme must then be the config's, and every part have that scheme's shape.
@@ -11,6 +11,7 @@ Source: model.md, section 4.3.
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,10 +21,10 @@ from engine.errors import BadModel
 from engine.model.quantisation import Quantisation, Scheme
 from kernels.linear.group_int import GroupInt
 
-__all__ = ["PackedReader", "pack_words", "unpack_words", "weight_name"]
+__all__ = ["PackedForm", "PackedReader", "pack_words", "unpack_words", "weight_name"]
 
 _COMPRESSED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape")
-_AWQ = ("qweight", "scales", "qzeros")
+_AWQ = ("qweight", "scales", "qzeros")  # words, scales, zeros, as above
 _PARTS = re.compile(rf"\.({'|'.join((*_COMPRESSED, *_AWQ))})$")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each four bits of a word, from the lowest
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,6 +37,14 @@ class _Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """What weights have in common that one launch reads together."""
+
+    scheme: Scheme
+    scales: torch.dtype
 
 
 def weight_name(stored: str) -> str:
@@ -78,13 +87,26 @@ class PackedReader:
     def scheme(self, name: str) -> Scheme:
         """What a packed weight is, by the config."""
         module = name.removesuffix(".weight")
-        part, method = ("weight_packed", "compressed-tensors") if f"{module}.weight_packed" in self._files.names else ("qweight", "awq")
+        compressed = f"{module}.weight_packed" in self._files.names
+        part, method = (_COMPRESSED[0], "compressed-tensors") if compressed else (_AWQ[0], "awq")
         scheme = self._quantisation.scheme_of(module)
         if self._quantisation.method != method:
             raise BadModel(f"tensor {module}.{part} is packed as {method} does; quantization_config says {self._quantisation.method}")
         if scheme is None:
             raise BadModel(f"tensor {module}.{part} is packed, and quantization_config has no scheme for {module}")
         return scheme
+
+    def form(self, name: str) -> PackedForm:
+        """What a packed weight is, by the config and its scales."""
+        scheme = self.scheme(name)
+        return PackedForm(scheme, self._files.read(f"{name.removesuffix('.weight')}.{self._parts_named[1]}").dtype)
+
+    def missing(self, name: str) -> str:
+        """Says that a weight is not there, by the name that the config's method would store it under."""
+        module = name.removesuffix(".weight")
+        if module == name or self._quantisation.scheme_of(module) is None:
+            return f"tensor {name} is missing"
+        return f"tensor {module}.{self._parts_named[0]} is missing, and so is a plain {name}"
 
     def read(self, name: str, shape: tuple[int, ...]) -> GroupInt:
         """The weight [outputs, width], packed as products take it."""
@@ -102,6 +124,11 @@ class PackedReader:
             values -= zeros.to(scales.dtype).repeat_interleave(group, 1)
         return values * scales.repeat_interleave(group, 1)
 
+    @property
+    def _parts_named(self) -> tuple[str, ...]:
+        """Last parts of the names of words, scales and zeros, as the config's method has them."""
+        return _AWQ if self._quantisation.method == "awq" else _COMPRESSED
+
     def _parts(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None, int, int]:
         """Codes [outputs, width], scales and zeros [outputs, groups], on the model's device; bits and group of the scheme."""
         scheme, module = self.scheme(name), name.removesuffix(".weight")
@@ -113,6 +140,10 @@ class PackedReader:
             raise BadModel(f"tensor {module}: groups of {group} do not divide the width {width}")
         read = self._awq if self._quantisation.method == "awq" else self._compressed
         codes, scales, zeros = read(module, outputs, width, group, scheme)
+        zeros_name = f"{module}.{self._parts_named[2]}"
+        if scheme.symmetric and zeros_name in self._files.names:
+            field = "zero_point is false" if self._quantisation.method == "awq" else "symmetric is true"
+            raise BadModel(f"tensor {zeros_name} holds zeros, and quantization_config says that there are none: {field}")
         return codes, scales, zeros, scheme.bits, scheme.group
 
     def _compressed(self, module: str, outputs: int, width: int, group: int, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -135,7 +166,7 @@ class PackedReader:
         words = self._taken(f"{module}.qweight", (width, outputs // 8), torch.int32)
         scales = self._scales(f"{module}.scales", (width // group, outputs)).t().contiguous()
         zeros = None
-        if not scheme.symmetric or f"{module}.qzeros" in self._files.names:
+        if not scheme.symmetric:
             zeros = self._awq_codes(self._taken(f"{module}.qzeros", (width // group, outputs // 8), torch.int32))
         return self._awq_codes(words), scales, zeros
 

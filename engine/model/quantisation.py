@@ -22,6 +22,7 @@ Method: TypeAlias = Literal["none", "fp8", "compressed-tensors", "awq"]
 GROUPS = (32, 64, 128)
 _FIELD = "config.json: quantization_config"
 _READ = "fp8 in blocks, compressed-tensors pack-quantized with 4 or 8 bits, and awq gemm with 4 bits are"
+_EXCEPT = "modules_to_not_convert"
 _NOT_LINEAR = ("model.embed_tokens", ".mlp.gate")  # weights [outputs, width] of modules of other classes
 
 
@@ -37,7 +38,8 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How weights may be stored. `block`: rows and columns that share a scale in block-FP8."""
+    """How weights may be stored. `block`: rows and columns that share a scale in block-FP8. `ignored`: modules, or patterns, left out;
+    block-FP8's are said by the config, and what is stored is believed."""
 
     method: Method = "none"
     block: tuple[int, int] = (128, 128)
@@ -46,6 +48,8 @@ class Quantisation:
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module (a weight's name without its last part), or None."""
+        if not self.schemes:
+            return None
         linear = not module.endswith(_NOT_LINEAR) and "norm" not in module.rsplit(".", 1)[-1]
         if any(_matches(each, module, linear) for each in self.ignored):
             return None
@@ -105,7 +109,7 @@ def read_quantisation(config: Mapping[str, Any]) -> Quantisation:
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     if isinstance(found, Mapping):
         if method == "fp8":
-            return Quantisation("fp8", _block(found))
+            return Quantisation("fp8", _block(found), ignored=_names(_EXCEPT, found.get(_EXCEPT) or ()))
         if method == "compressed-tensors" or (method is None and "config_groups" in found):
             return _compressed(found)
         if method == "awq":
@@ -120,6 +124,8 @@ def _refuse(field: str, value: object, only: str) -> NoReturn:
 def _block(found: Mapping[str, Any]) -> tuple[int, int]:
     if found.get("fmt", "e4m3") != "e4m3":
         _refuse("fmt", found["fmt"], "'e4m3'")
+    if found.get("activation_scheme") not in (None, "dynamic"):
+        _refuse("activation_scheme", found["activation_scheme"], "'dynamic'")
     block = found.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(each) is int and each > 0 for each in block):
         raise BadModel(f"{_FIELD}.weight_block_size must be two positive integers, not {shown(block)}")

@@ -3,8 +3,8 @@
 Holds `WeightReader`. Knows shapes as its callers state them; knows no layer formula.
 
 Invariants:
-1. A tensor is block-FP8 exactly when its name + `_scale_inv` is stored; the config's list of exceptions is not believed. Packed integers
-   are `engine/model/packed.py`'s.
+1. A tensor is block-FP8 exactly when its name + `_scale_inv` is stored, and the config's method must then be fp8; its list of exceptions
+   is not believed. Packed integers are `engine/model/packed.py`'s.
 2. On a device the weight of a product stays block-FP8 or packed; else it is multiplied out before anything is cut or cast: block-FP8 in
    float32, integers as their format defines.
 3. Whatever was not taken under a prefix and is not one of the known leftovers is an error: a silent extra is a misread model.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadModel
-from engine.model.packed import PackedReader
-from engine.model.quantisation import Quantisation, Scheme
+from engine.model.packed import PackedForm, PackedReader
+from engine.model.quantisation import Quantisation
 from engine.model.source import TensorSource
 from kernels.linear.block_fp8 import FP8_BLOCK, BlockFp8
 from kernels.linear.group_int import GroupInt
@@ -32,6 +32,8 @@ Weight: TypeAlias = Tensor | BlockFp8 | GroupInt  # of a product
 
 _SCALE = "_scale_inv"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NAN = 0x7F  # of e4m3 without its sign; there is no infinity
+_CHECKED_VALUES = 1 << 26  # at once: what is made to look at values is no larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class WeightReader:
         self._files = source
         self._names = source.names
         self._kind = _Kind(dtype, device)
-        self._block = quantisation.block
+        self._method, self._block = quantisation.method, quantisation.block
         self._packed = PackedReader(source, quantisation, device, self._took)
         self._total = total
         self._progress = progress
@@ -89,18 +91,14 @@ class WeightReader:
         kept = self._kept(name)
         if kept is None:
             return self.take(name, *shape)
-        if isinstance(kept, Scheme):
+        if isinstance(kept, PackedForm):
             return self._packed.read(name, shape)
-        tensor, scale = self._kept_fp8(name, shape)
-        return BlockFp8(self._own(tensor, tensor.dtype), self._own(scale, torch.float32))
+        return BlockFp8(*self._kept_fp8(name, shape))
 
     def take_alike(self, names: Sequence[str], *shape: int) -> list[Weight]:
         """Weights that one launch reads together: as `take_weight` where all of them stay in one form, else none does."""
         take = self.take_weight if self._kept_alike(names) is not None else self.take
-        taken = [take(name, *shape) for name in names]
-        for name, weight in zip(names, taken, strict=True):
-            _check_alike(name, weight, taken[0])
-        return taken
+        return [take(name, *shape) for name in names]
 
     def take_experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[Weight, Weight]:
         """Routed experts, stored one by one or merged.
@@ -122,7 +120,7 @@ class WeightReader:
         """One weight an expert of tensors [outputs, width] one below the other: [experts, parts * outputs, width]."""
         parts, device = len(names[0]), self._kind.device
         kept = self._kept_alike([name for each in names for name in each])
-        if isinstance(kept, Scheme):
+        if isinstance(kept, PackedForm):
             return self._joined_packed(names, outputs, width)
         stays = may_stay and kept is not None
         dtype = torch.float8_e4m3fn if stays else self._kind.dtype
@@ -137,19 +135,19 @@ class WeightReader:
         for expert, each in enumerate(names):
             for part, name in enumerate(each):
                 tensor, scale = self._kept_fp8(name, (outputs, width))
-                values[expert, part * outputs : (part + 1) * outputs] = tensor.to(device)
+                values[expert, part * outputs : (part + 1) * outputs] = tensor
                 scales[expert, part * rows : (part + 1) * rows] = scale
         return BlockFp8(values, scales)
 
     def _joined_packed(self, names: list[list[str]], outputs: int, width: int) -> GroupInt:
-        """As `_joined`, of packed weights of one scheme."""
+        """As `_joined`, of packed weights of one form."""
         whole: GroupInt | None = None
         for expert, each in enumerate(names):
             for part, name in enumerate(each):
                 one = self._packed.read(name, (outputs, width))
                 if whole is None:
                     whole = one.empty_like(len(names), len(each) * outputs)
-                _check_alike(name, one, whole)
+                assert one.alike(whole), f"{name} has another form than its neighbours"
                 whole[expert][part * outputs : (part + 1) * outputs].copy_(one)
         assert whole is not None, "no expert is named"
         return whole
@@ -167,15 +165,15 @@ class WeightReader:
         """Whether products read narrow weights: on a device."""
         return self._kind.device.type != "cpu"
 
-    def _kept(self, name: str) -> Scheme | str | None:
+    def _kept(self, name: str) -> PackedForm | str | None:
         """How a product reads this tensor as it is stored, or None: kernels do; the CPU's references would dequantise it at each call."""
         if not self._keeps_stored():
             return None
         if self._packed.has(name):
-            return self._packed.scheme(name)
+            return self._packed.form(name)
         return "fp8" if self._block == (FP8_BLOCK, FP8_BLOCK) and name + _SCALE in self._names else None
 
-    def _kept_alike(self, names: Sequence[str]) -> Scheme | str | None:
+    def _kept_alike(self, names: Sequence[str]) -> PackedForm | str | None:
         """The one way in which products read all of these as they are stored, or None."""
         kept = {self._kept(name) for name in names}
         return kept.pop() if len(kept) == 1 else None
@@ -196,6 +194,8 @@ class WeightReader:
         scale_name = name + _SCALE
         if scale_name in self._names:
             return self._dequantised(self._stored_fp8(name, shape), scale_name)
+        if name not in self._names:
+            raise BadModel(self._packed.missing(name))
         tensor = self._stored(name, shape)
         if tensor.dtype not in _FLOATS:
             missing = f" and {scale_name} is missing" if tensor.dtype == torch.float8_e4m3fn else ""
@@ -207,13 +207,20 @@ class WeightReader:
         return tensor, self._scale(tensor, name + _SCALE)
 
     def _stored_fp8(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The model's own copy of a tensor's values, checked, where the weight will be."""
         tensor = self._stored(name, shape)
         if tensor.dtype != torch.float8_e4m3fn:
             raise BadModel(f"tensor {name} is stored as {_said(tensor.dtype)} but {name}{_SCALE} exists; expected float8_e4m3fn")
-        return tensor
+        if self._method != "fp8":
+            raise BadModel(f"tensor {name} is stored in block-FP8 ({name}{_SCALE} exists); quantization_config says {self._method}")
+        own = self._own(tensor, tensor.dtype)
+        parts = own.view(torch.uint8).flatten().split(_CHECKED_VALUES)
+        if any(bool(((part & _NAN) == _NAN).any()) for part in parts):
+            raise BadModel(f"tensor {name} holds values that are not finite")
+        return own
 
     def _scale(self, tensor: Tensor, scale_name: str) -> Tensor:
-        """Scales of a tensor's blocks, float32; the last block row and column may be ragged."""
+        """Scales of a tensor's blocks, float32, finite, where the weight will be; the last block row and column may be ragged."""
         rows, columns = self._block
         *leading, out, into = tensor.shape
         shape = (*leading, -(-out // rows), -(-into // columns))
@@ -224,27 +231,23 @@ class WeightReader:
         if scale.dtype != torch.float32:
             raise BadModel(f"tensor {scale_name} is stored as {_said(scale.dtype)}; expected float32")
         self._took(scale_name)
-        return scale
+        if not bool(torch.isfinite(scale).all()):
+            raise BadModel(f"tensor {scale_name} holds values that are not finite")
+        return self._own(scale, torch.float32)
 
     def _dequantised(self, tensor: Tensor, scale_name: str) -> Tensor:
         """Multiply block by block, in float32, where the weight will be."""
         rows, columns = self._block
         out, into = tensor.shape[-2:]
-        scale = self._scale(tensor, scale_name).to(self._kind.device)
+        scale = self._scale(tensor, scale_name)
         spread = scale.repeat_interleave(rows, -2)[..., :out, :].repeat_interleave(columns, -1)[..., :into]
-        return tensor.to(self._kind.device).to(torch.float32) * spread
+        return tensor.to(torch.float32) * spread
 
     def _took(self, name: str) -> None:
         assert name not in self._taken, f"{name} taken twice"
         self._taken.add(name)
         if self._progress is not None:
             self._progress(len(self._taken), self._total)
-
-
-def _check_alike(name: str, one: Weight, other: Weight) -> None:
-    """Refuse a packed weight that a launch cannot read beside another: schemes are the same, the dtype of scales may not be."""
-    if isinstance(one, GroupInt) and isinstance(other, GroupInt) and not one.alike(other):
-        raise BadModel(f"tensor {name} is packed with {_said(one.scales.dtype)} scales, its neighbours with {_said(other.scales.dtype)}")
 
 
 def _said(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """Bytes of weights, tensor by tensor, as stored and as an engine holds them.
 
 Knows names and shapes (`engine/model/stored.py`) and no contents.
-1. `fp8` is the official block form: matrices of attention, indexer and MLPs in e4m3 with a float32 scale a block of 128 x 128.
+1. `fp8` is the official block form: matrices of attention, indexer and MLPs in e4m3 with a float32 scale a block of 128 x 128. A
+   config.json's own has its blocks, and not its `modules_to_not_convert`; other blocks are multiplied out where they are held.
 2. `int4` and `int8` are what `forebay convert` makes by itself: routed experts so, with a bf16 scale a group, everything else and the MTP
    block in bf16. `mix` also has attention, dense and shared MLPs in eight bits, as published mixes have. A config.json's own packed form is
    counted by its own schemes.
@@ -11,9 +12,10 @@ Source: model.md, sections 4.1 to 4.3.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args
 
@@ -32,6 +34,7 @@ Encoding: TypeAlias = Literal["f32", "bf16", "fp8", "int4", "int8", "mix"]
 _BIAS = "e_score_correction_bias"
 _PRODUCT = re.compile(r"(_proj|_proj_with_mqa|indexer\.wq_b|indexer\.wk)\.weight$")  # what the official form stores in e4m3 ...
 _KEPT = ("weights_proj", "eh_proj")  # ... but for these
+_OFFICIAL = (FP8_BLOCK, FP8_BLOCK)
 _EXPERT = ".mlp.experts."
 _HELD_PLAIN = ("kv_b_proj", "weights_proj", "eh_proj", "lm_head")  # multiplied out when they are read
 _FORMS: Mapping[str, Mapping[str, Form]] = {
@@ -43,7 +46,7 @@ _BOTH = ("q_a_proj", "kv_a_proj", "indexer.", "mlp.gate.", "norm")
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights are stored. `group`: inputs that share a scale in integers. `quantisation`: a config.json's own packed form, if any."""
+    """How weights are stored. `group`: inputs that share a scale in integers. `quantisation`: a config.json's own form, if any."""
 
     encoding: Encoding
     group: int = 64
@@ -56,10 +59,16 @@ class WeightForm:
             raise BadSetting(f"--weight-group must be one of {', '.join(map(str, GROUPS))}, not {self.group}")
 
     def packed(self, layers: int) -> Quantisation | None:
-        """Which weights are packed integers, in a model of so many layers; None where none is."""
+        """The config.json's own form, else which weights are packed integers, in a model of so many layers; None where none is."""
         if self.quantisation is not None or self.encoding not in _FORMS:
             return self.quantisation
         return Recipe(_FORMS[self.encoding], self.group).quantisation(layers)
+
+    @property
+    def left_plain(self) -> frozenset[str]:
+        """Modules, or what they are in, that a config.json in block-FP8 leaves as they are."""
+        own = self.quantisation
+        return frozenset(own.ignored) if own is not None and own.method == "fp8" else frozenset()
 
     @property
     def named(self) -> str:
@@ -82,8 +91,8 @@ class LayerBytes:
 @lru_cache(maxsize=16)
 def checkpoint_bytes(config: ModelConfig, form: WeightForm, *, mtp: bool) -> int:
     """Bytes of all tensors as a checkpoint stores them."""
-    packed = form.packed(config.layers)
-    return sum(_bytes(name, shape, form, packed, held=False) for name, shape in stored_shapes(config, mtp=mtp).items())
+    packed, plain = form.packed(config.layers), form.left_plain
+    return sum(_bytes(name, shape, form, packed, plain, held=False) for name, shape in stored_shapes(config, mtp=mtp).items())
 
 
 @lru_cache(maxsize=16)
@@ -93,17 +102,20 @@ def layer_bytes(config: ModelConfig, form: WeightForm, *, mtp: bool, cards: int)
     Args: cards: of a stage, 1 or 2.
     """
     held: dict[str, LayerBytes] = {}
-    packed = form.packed(config.layers)
+    packed, plain = form.packed(config.layers), form.left_plain
     for name, shape in stored_shapes(config, mtp=mtp).items():
         parts = name.split(".")
         place = parts[2] if parts[1] == "layers" else {"embed_tokens": "embed", "norm": "norm", "weight": "head"}[parts[1]]
-        whole = _bytes(name, shape, form, packed, held=True)
+        whole = _bytes(name, shape, form, packed, plain, held=True)
         card = whole if len(shape) < 2 or any(part in name for part in _BOTH) else -(-whole // cards)
         held[place] = held.get(place, LayerBytes()) + LayerBytes(whole, card, card if _EXPERT in name else 0)
     return MappingProxyType(held)
 
 
-def _bytes(name: str, shape: tuple[int, ...], form: WeightForm, packed: Quantisation | None, *, held: bool) -> int:
+def _bytes(
+    name: str, shape: tuple[int, ...], form: WeightForm, packed: Quantisation | None, plain: frozenset[str], *, held: bool
+) -> int:  # fmt: skip
+    """Of one tensor. Args: plain: modules, or what they are in, that block-FP8 leaves as they are."""
     values = math.prod(shape)
     if name.endswith(_BIAS) or (held and ".mlp.gate." in name):
         return 4 * values
@@ -113,10 +125,16 @@ def _bytes(name: str, shape: tuple[int, ...], form: WeightForm, packed: Quantisa
     if form.encoding == "f32":
         return 4 * values
     quantised = form.encoding == "fp8" and _PRODUCT.search(name) is not None and not any(part in name for part in _KEPT)
-    if not quantised or (held and "kv_b_proj" in name):
+    rows, columns = _OFFICIAL if packed is None else packed.block
+    if not quantised or not plain.isdisjoint(_within(name)) or (held and ("kv_b_proj" in name or (rows, columns) != _OFFICIAL)):
         return 2 * values
     outputs, width = shape
-    return values + 4 * -(-outputs // FP8_BLOCK) * -(-width // FP8_BLOCK)
+    return values + 4 * -(-outputs // rows) * -(-width // columns)
+
+
+def _within(name: str) -> Iterator[str]:
+    """The module of a weight, and all that it is in."""
+    return accumulate(name.removesuffix(".weight").split("."), "{}.{}".format)
 
 
 def _packed_bytes(outputs: int, width: int, scheme: Scheme, *, held: bool) -> int:

@@ -1,5 +1,6 @@
 """The model's functions in float32 and bfloat16 on the CPU, and block-FP8 weights kept as they are stored."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.errors import BadModel
 from engine.model import Model, load_model
 from engine.model.source import open_source
 from engine.model.weights import WeightReader
@@ -135,6 +137,61 @@ def test_gate_and_up_stay_fp8_together_or_not_at_all(fp8_directory: Path, tmp_pa
     assert isinstance(sparse.gate_up, torch.Tensor)  # type: ignore[union-attr]
     assert float(sparse.gate_up[2, 128:].abs().max()) == 0  # type: ignore[union-attr]
     assert isinstance(other.gate_up, BlockFp8)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.experts.2.up_proj.weight", "model.layers.0.mlp.gate_proj.weight", "model.layers.0.self_attn.o_proj.weight"]
+)
+def test_fp8_that_is_not_finite_is_named(
+    name: str, keeps: bool, fp8_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """An infinite or undefined scale, and a NaN of either sign as a value, are refused by the tensor's name, kept or multiplied out."""
+    if keeps:
+        _kept(monkeypatch)
+    (tmp_path / "config.json").write_text((fp8_directory / "config.json").read_text())
+    whole = load_file(fp8_directory / "model.safetensors")
+    for part, place, value in (
+        ("_scale_inv", (-1, -1), float("inf")), ("_scale_inv", (0, 0), float("nan")), ("", (-1, -1), 0x7F), ("", (0, 3), 0xFF),
+    ):  # fmt: skip
+        changed = whole[name + part].clone()
+        (changed if part else changed.view(torch.uint8))[place] = value
+        save_file(whole | {name + part: changed}, tmp_path / "model.safetensors")
+        _refused(tmp_path, f"tensor {name}{part} holds values that are not finite")
+
+
+def _refused(directory: Path, said: str) -> None:
+    with pytest.raises(BadModel) as refused:
+        load_model(directory)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_fp8_that_the_config_denies_is_named(
+    keeps: bool, fp8_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Block-FP8 tensors under a config without quantisation or with another method are refused by both; a static activation scheme too."""
+    if keeps:
+        _kept(monkeypatch)
+    config = json.loads((fp8_directory / "config.json").read_text())
+    (tmp_path / "model.safetensors").hardlink_to(fp8_directory / "model.safetensors")
+    own = config.pop("quantization_config")
+    assert own["activation_scheme"] == "dynamic"
+    integers = {"num_bits": 4, "group_size": 32, "symmetric": True}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+              "config_groups": {"one": {"targets": [r"re:.*\.experts\..*"], "weights": integers}}}  # fmt: skip
+    for described, said in (
+        (None, "_scale_inv exists); quantization_config says none"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "_scale_inv exists); quantization_config says awq"),
+        (packed, "_scale_inv exists); quantization_config says compressed-tensors"),
+        (own | {"activation_scheme": "static"}, "quantization_config.activation_scheme 'static' is not supported, only 'dynamic'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | ({"quantization_config": described} if described else {})))
+        _refused(tmp_path, said)
+    del own["activation_scheme"], own["modules_to_not_convert"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    assert isinstance(load_model(tmp_path).layers[0].mla.output, BlockFp8 if keeps else Tensor)
 
 
 def test_other_blocks_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

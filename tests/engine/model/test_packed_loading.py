@@ -133,7 +133,7 @@ def test_packed_weights_stay_packed_where_products_read_them(tmp_path: Path, mon
 
 
 def test_gate_and_up_stay_packed_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch reads gate and up, and all experts: where one has another form all are multiplied out; where scales differ it is named."""
+    """One launch reads gate and up, and all experts: where one has another form, or scales of another dtype, all are multiplied out."""
     groups = {"group_0": INT4 | {"targets": ["Linear"]}}
 
     def pack(module: str, outputs: int, width: int) -> Packed | None:
@@ -148,11 +148,29 @@ def test_gate_and_up_stay_packed_together_or_not_at_all(tmp_path: Path, monkeypa
     assert isinstance(model.layers[1].mlp.gate_up, Tensor)  # type: ignore[union-attr]
     assert isinstance(model.layers[1].mlp.down, GroupInt)
     assert isinstance(model.layers[2].mlp.gate_up, GroupInt)  # type: ignore[union-attr]
-    stored = load_file(tmp_path / "model.safetensors")
-    other = "model.layers.2.mlp.experts.1.down_proj.weight"
-    stored[f"{other}_scale"] = stored[f"{other}_scale"].half()
-    save_file(stored, tmp_path / "model.safetensors")
-    _refused(tmp_path, f"tensor {other} is packed with float16 scales, its neighbours with bfloat16")
+
+
+def test_scales_of_two_dtypes_are_as_good_where_products_read_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert, one gate with float16 scales among bfloat16 ones: multiplied out with their neighbours, the values a CPU reads."""
+    halves = ("model.layers.2.mlp.experts.1.down_proj", "model.layers.0.mlp.gate_proj")
+
+    def pack(module: str, outputs: int, width: int) -> Packed | None:
+        dtype = torch.float16 if module in halves else torch.bfloat16
+        made = compressed(outputs, width, bits=4, group=64, symmetric=True, dtype=dtype, seed=_seed(module))
+        return made if _is_linear(module) else None
+
+    plain = write_packed(TENSORS, CONFIG, compressed_config({"group_0": INT4 | {"targets": ["Linear"]}}), tmp_path, pack)
+    apart = load_model(tmp_path)
+    monkeypatch.setattr(WeightReader, "_keeps_stored", lambda self: True)
+    kept = load_model(tmp_path)
+    for model in (apart, kept):
+        down = model.layers[2].mlp.down
+        assert isinstance(down, Tensor)
+        for expert in range(4):
+            assert torch.equal(down[expert], plain[f"model.layers.2.mlp.experts.{expert}.down_proj.weight"].float())
+        for part in ("gate", "up"):
+            assert torch.equal(getattr(model.layers[0].mlp, part), plain[f"model.layers.0.mlp.{part}_proj.weight"].float())
+    assert isinstance(kept.layers[1].mlp.down, GroupInt)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +212,7 @@ def _nan(tensors: dict[str, Tensor]) -> None:
 FAULTS: list[tuple[Callable[[dict[str, Tensor]], None], str]] = [
     (_with("weight_packed", torch.zeros((128, 15), dtype=torch.int32)), "weight_packed has shape [128, 15]; the config asks for [128, 16]"),
     (_with("weight_packed", torch.zeros((128, 16))), "weight_packed is stored as float32; expected int32"),
-    (_with("weight_packed", None), f"{EXPERT}.weight is missing"),
+    (_with("weight_packed", None), f"tensor {EXPERT}.weight_packed is missing, and so is a plain {EXPERT}.weight"),
     (_with("weight_scale", None), f"{EXPERT}.weight_scale is missing"),
     (_with("weight_scale", torch.ones((128, 4))), "weight_scale has shape [128, 4]; the config asks for [128, 2]"),
     (_with("weight_scale", torch.ones((128, 2), dtype=torch.int32)), "weight_scale is stored as int32; expected bfloat16 or float16"),
@@ -266,6 +284,45 @@ def test_what_config_and_tensors_contradict_is_named(packed: Path, tmp_path: Pat
     ):
         (tmp_path / "config.json").write_text(json.dumps(CONFIG | ({"quantization_config": described} if described else {})))
         _refused(tmp_path, said)
+
+
+@pytest.fixture(scope="module")
+def awq_packed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """What a checkpoint stores with a layer's four-bit experts in AWQ's form, zeros among them."""
+
+    def pack(module: str, outputs: int, width: int) -> Packed | None:
+        return awq(outputs, width, group=64, dtype=torch.bfloat16, seed=_seed(module)) if ".layers.1.mlp.experts." in module else None
+
+    directory = tmp_path_factory.mktemp("awq")
+    write_packed(TENSORS, CONFIG, awq_config(), directory, pack)
+    return load_file(directory / "model.safetensors")
+
+
+def _write_awq(directory: Path, stored: dict[str, Tensor], *, zeros: bool) -> None:
+    save_file(stored, directory / "model.safetensors")
+    described = awq_config() | {"zero_point": zeros}
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": described}))
+
+
+def test_zeros_that_the_config_denies_are_named(packed: Path, awq_packed: dict[str, Tensor], tmp_path: Path) -> None:
+    """Stored zeros beside a config that says symmetric are refused by both sides; without them an AWQ weight is its code less 8."""
+    save_file(load_file(packed / "model.safetensors"), tmp_path / "model.safetensors")
+    described = compressed_config({"group_0": INT4 | {"targets": [r"re:.*\.experts\..*"]}})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": described}))
+    _refused(tmp_path, "weight_zero_point holds zeros, and quantization_config says that there are none: symmetric is true")
+    _write_awq(tmp_path, awq_packed, zeros=False)
+    _refused(tmp_path, ".qzeros holds zeros, and quantization_config says that there are none: zero_point is false")
+    eights = {name: torch.full_like(each, 0x88888888 - (1 << 32)) for name, each in awq_packed.items() if name.endswith("qzeros")}
+    _write_awq(tmp_path, awq_packed | eights, zeros=True)
+    wanted = load_model(tmp_path).layers[1].mlp.gate_up  # type: ignore[union-attr]
+    _write_awq(tmp_path, {name: each for name, each in awq_packed.items() if name not in eights}, zeros=False)
+    assert torch.equal(load_model(tmp_path).layers[1].mlp.gate_up, wanted)  # type: ignore[union-attr]
+
+
+def test_missing_words_of_awq_are_named(awq_packed: dict[str, Tensor], tmp_path: Path) -> None:
+    """A module whose words are not there is named as its format calls them."""
+    _write_awq(tmp_path, {name: each for name, each in awq_packed.items() if name != f"{EXPERT}.qweight"}, zeros=True)
+    _refused(tmp_path, f"tensor {EXPERT}.qweight is missing, and so is a plain {EXPERT}.weight")
 
 
 def test_random_weights_may_be_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

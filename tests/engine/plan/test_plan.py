@@ -1,25 +1,31 @@
 """The arithmetic of `forebay plan`: the design's figures, published sizes, and what a running engine holds."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from engine.commands.line import run_line
 from engine.config import EngineConfig
+from engine.convert import Recipe, convert
 from engine.engine import Engine
 from engine.errors import BadSetting
 from engine.model.bytes import held_bytes
 from engine.model.config import ModelConfig
 from engine.model.glm import Model, load_model
 from engine.model.named import NAMED
+from engine.model.weights import WeightReader
 from engine.plan import Ask, Boxes, Plan, WeightForm, make_plan
 from engine.plan.stages import Cuts, Rules, StagePlan
 from engine.plan.weights import checkpoint_bytes, layer_bytes
 from engine.sampling import Sampling
 from kernels.layout import BLOCK_ROWS
-from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
+from tests.engine.model.tiny_models import packable_config, random_tensors, tiny_config, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "engine" / "demo_model"
@@ -238,6 +244,45 @@ def test_stages_hold_the_bytes_that_loading_them_takes(tmp_path: Path) -> None:
     rules = Rules(ModelConfig.read(config), EngineConfig(row_format="f32"), WeightForm("f32"), True, 1)
     for layers in (range(1), range(1, 3), range(3, 4), range(4)):
         assert held_of(load_model(tmp_path, layers=layers)) == rules.stage_weights(layers).whole
+
+
+@pytest.mark.parametrize("kinds", [("experts",), ("experts", "mlp"), ("experts", "mlp", "attention")])
+def test_a_converted_fp8_directory_is_counted_as_its_files_are(
+    kinds: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """What its config leaves plain is counted plain: the bytes of the tensors written, and those that loading them on a device takes."""
+    config = packable_config()
+    source = write_checkpoint(random_tensors(config, 1), config, tmp_path / "source", dtype=torch.bfloat16)
+    convert(source, tmp_path / "out", Recipe(dict.fromkeys(kinds, "fp8")))  # type: ignore[arg-type]  # a form
+    written = sum(tensor.nbytes for file in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(file).values())
+    words = ("plan", str(tmp_path / "out"), "--nodes", "1", "--cards", "1", "--context", "2048", "--sessions", "1", "--json")
+    assert run_line(words, {}, never_served) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["asked"]["weights"], found["checkpoint_bytes"]) == ("fp8", written)
+    monkeypatch.setattr(WeightReader, "_keeps_stored", lambda self: True)
+    assert found["stages"][0]["weight_bytes"] == held_of(load_model(tmp_path / "out", dtype=torch.bfloat16))
+
+
+async def never_served(*_: object) -> None:
+    raise AssertionError("a plan serves nothing")
+
+
+def test_the_published_lists_names_change_nothing() -> None:
+    """The official files' list names modules that are plain anyway, and some that do not exist: the same bytes. It may name a layer."""
+    own = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+    def counted(fields: Mapping[str, object], listed: list[str]) -> tuple[ModelConfig, WeightForm]:
+        config = ModelConfig.read({**fields, "quantization_config": own | {"modules_to_not_convert": listed}})
+        return config, WeightForm("fp8", quantisation=config.quantisation)
+
+    plain = ["lm_head", "model.embed_tokens", *(f"model.layers.{layer}.mlp.gate" for layer in range(3, 79))]
+    listed = [*plain, *(f"model.layers.{layer}.self_attn.indexers_proj" for layer in range(79))]
+    assert checkpoint_bytes(*counted(NAMED["glm-5.3"], listed), mtp=True) == 755_617_140_416
+    tiny = packable_config()
+    held = layer_bytes(*counted(tiny, ["model.layers.4"]), mtp=True, cards=1)
+    bf16, fp8 = (layer_bytes(ModelConfig.read(tiny), WeightForm(form), mtp=True, cards=1) for form in ("bf16", "fp8"))  # type: ignore[arg-type]
+    assert (held["4"], held["3"]) == (bf16["4"], fp8["3"])
+    assert bf16["4"].whole > fp8["4"].whole
 
 
 def plan_of(model: Path, config: EngineConfig, tokens: int, sessions: int) -> StagePlan:
