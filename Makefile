@@ -1,6 +1,7 @@
 # make demo   sets everything up and decodes a long prompt with the history in RAM
 # make demo-cluster  two nodes under Ray on this machine, one of them killed in the middle of an answer (installs ray)
 # make test   sets everything up and runs the default tests
+# make slow   the slow tests, which .ci/run runs too; make long: more cases of the same, before a release
 # make soak MINUTES=30  conversations come and go for so long, with aborts, forks, archives and faults; nothing may be left or lost
 # make check  what runs before a commit: format, lint, types, tidy, fast tests
 PYTHON ?= python3
@@ -12,7 +13,7 @@ SOAK_JSON ?= soak.json
 # One thread a process: torch's OpenMP pool collapses as soon as anything else runs on the same cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-cluster test browser slow soak check check-static format clean
+.PHONY: demo demo-cluster test browser slow long soak check check-static format clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/forebay demo
@@ -24,7 +25,10 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "slow and not gpu" --durations=20
+	$(BIN)/python -m pytest -m "slow and not long and not gpu" --durations=20
+
+long: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "long and not gpu" --durations=20
 
 soak: $(VENV)/.runtime
 	$(BIN)/forebay soak --minutes $(MINUTES) --json $(SOAK_JSON)

@@ -21,7 +21,7 @@ from tests.engine.runs import Run, collect, greedy, run, small
 
 NAME = "shared"
 TOP_K = int(named(NAME).config["index_topk"])
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,9 @@ def close(one: Run, other: Run) -> bool:
 OTHERS: tuple[dict[str, object], ...] = ({"placement": "resident"}, {"mirror_replicas": 2}, {"graphs": "on"})
 
 
-@pytest.mark.parametrize(("depth", "rows"), [(3, 66), *(pytest.param(depth, 130, marks=slow) for depth in (0, 1, 3))])
+@pytest.mark.parametrize(
+    ("depth", "rows"), [(3, 66), *(pytest.param(depth, 130, marks=long if depth == 1 else slow) for depth in (0, 1, 3))]
+)
 async def test_two_devices_say_what_one_says(checkpoint: Path, depth: int, rows: int) -> None:
     """With drafts and without, over blocks and misses: greedy tokens are those of one device, logits within 1e-4; offload is resident, one
     mirror is two and a replay is a step issued anew, to the bit."""
@@ -96,7 +98,7 @@ async def test_two_devices_say_what_one_says(checkpoint: Path, depth: int, rows:
         assert two.same_bits(await spoken(checkpoint, peered(draft_depth=depth, **changes), turns)), changes
 
 
-@slow
+@long
 @pytest.mark.parametrize("configuration", configurations(), ids=lambda each: each.name)
 @pytest.mark.parametrize("rows", ["f32", "q8g64", "bf16"])
 async def test_every_kind_of_model_and_row(configuration: Configuration, rows: str, tmp_path: Path) -> None:
@@ -113,8 +115,7 @@ async def test_every_kind_of_model_and_row(configuration: Configuration, rows: s
 CHUNKS = (1, TOP_K, TOP_K + 1, 63, 64, 65)
 
 
-@slow
-@pytest.mark.parametrize("rows", CHUNKS)
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=slow if rows in (TOP_K + 1, 65) else long) for rows in CHUNKS])
 async def test_chunks_of_every_length(checkpoint: Path, rows: int) -> None:
     """Appends of 1, k, k + 1, 63, 64 and 65 rows behind one another, in chunks as long: one device's tokens, and offload is resident."""
     turns = [(ids(rows, 1), 2), (ids(rows, 2), 2), (ids(2 * rows + 1, 3), 2)]
@@ -184,8 +185,9 @@ async def _two_sessions(checkpoint: Path, backend: Backend, config: EngineConfig
     return one.result(), two.result()
 
 
-@slow
-@pytest.mark.parametrize(("depth", "replicas"), [(0, 1), (3, 2), (1, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("depth", "replicas"), [pytest.param(*each, marks=slow if each == (3, 2) else long) for each in ((0, 1), (3, 2), (1, 1), (0, 2))]
+)
 async def test_any_interleaving_of_owner_and_peer_gives_the_same_bits(checkpoint: Path, depth: int, replicas: int) -> None:
     """Under each seed tokens and logits are the same: nothing of one device is read before the other has written it."""
     config = peered(draft_depth=depth, mirror_replicas=replicas)
@@ -205,7 +207,7 @@ async def test_one_interleaving(checkpoint: Path) -> None:
     assert runs[0].same_bits(runs[1])
 
 
-@slow
+@long
 @pytest.mark.parametrize("seed", range(10, 18))
 async def test_more_interleavings(checkpoint: Path, seed: int) -> None:
     """As above, a seed each."""
@@ -240,7 +242,7 @@ async def _opened(checkpoint: Path, config: EngineConfig, backend: Backend) -> A
 FAULTY = ["group.0.replica", "layer.1.peer.attend", "group.1.peer.plan", "append.1.replica", "append.2.peer.forward", "peer.table.rewrite"]
 
 
-@pytest.mark.parametrize("label", [pytest.param(label, marks=slow) for label in FAULTY])
+@pytest.mark.parametrize("label", [pytest.param(label, marks=slow if place % 2 else long) for place, label in enumerate(FAULTY)])
 async def test_a_failed_operation_of_the_peer_breaks_its_session_only(checkpoint: Path, label: str) -> None:
     """Whatever fails at the peer ends the requests of its step or append with SessionBroken; another session says its usual tokens, on the
     same bytes, and nothing is left in flight."""

@@ -61,8 +61,9 @@ async def test_any_cut_gives_the_bits_of_one_stage(
     assert cut.same_bits(await one_stage(checkpoint, whole))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", ["2", "1,3", "3,1", "4"])
+@pytest.mark.parametrize(
+    "stages", [pytest.param(each, marks=pytest.mark.slow if each == "2" else pytest.mark.long) for each in ("2", "1,3", "3,1", "4")]
+)
 @pytest.mark.parametrize(("placement", "depth", "graphs"), [("offload", 3, "off"), ("resident", 1, "on")])
 async def test_every_cut_in_every_way(checkpoint: Path, stages: str, placement: str, depth: int, graphs: str) -> None:
     """With packed rows, past several blocks, each cut gives the bits of one stage in both placements, at any depth, recorded or not."""
@@ -72,7 +73,7 @@ async def test_every_cut_in_every_way(checkpoint: Path, stages: str, placement: 
     assert cut.same_bits(one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stages"),
     [("frequency and offset", "2,1,2"), ("odd widths", "2"), ("every layer full", "1,1,1"), ("q8g64 rows, e4m3 keys", "2")],
@@ -167,8 +168,7 @@ def test_weights_are_shared(checkpoint: Path) -> None:
     assert torch.equal(alone.layers[0].mla.query_norm, last.layers[0].mla.query_norm)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", ["2", "4"])
+@pytest.mark.parametrize("stages", [pytest.param("2", marks=pytest.mark.slow), pytest.param("4", marks=pytest.mark.long)])
 async def test_micro_batches_change_no_bit(checkpoint: Path, stages: str) -> None:
     """Sessions that join and leave are spread over as many lanes as there are stages; steps of several are in flight at once, none of one
     session, and each gives what it gives alone in one stage."""

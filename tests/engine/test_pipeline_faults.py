@@ -65,7 +65,9 @@ async def two_sessions(checkpoint: Path, backend: Backend, **settings: Any) -> t
     return one.result(), two.result()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2, 3, 4, 5))])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow if seed == 2 else pytest.mark.long) for seed in (0, 2, 3, 4, 5))]
+)
 async def test_any_interleaving_of_stages_gives_the_bits_of_one(checkpoint: Path, seed: int) -> None:
     """Sealed from the world, with poison until work completes, two stages cut inside a group give what one gives, and leave nothing."""
     whole = await two_sessions(checkpoint, VirtualBackend(seed))
@@ -90,7 +92,13 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("label", "nth"), [FAULTS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in FAULTS[1:])])
+@pytest.mark.parametrize(
+    ("label", "nth"),
+    [
+        FAULTS[0],
+        *(pytest.param(*each, marks=pytest.mark.slow if place % 5 == 0 else pytest.mark.long) for place, each in enumerate(FAULTS[1:])),
+    ],
+)
 async def test_what_fails_on_one_stage_ends_its_requests_alone(checkpoint: Path, label: str, nth: int) -> None:
     """The request ends with SessionBroken, another one gets its usual bits, and every stage has everything back."""
     usual = VirtualBackend(0)

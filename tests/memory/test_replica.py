@@ -12,9 +12,11 @@ from streams import CpuBackend, DependencyFailed, Fault, SeededOrder, VirtualBac
 from tests.memory.memory_world import LAYOUT, live
 from tests.memory.pair_world import PairConversation, PairStage
 
-slow = pytest.mark.slow
+slow, long = pytest.mark.slow, pytest.mark.long
 WAYS = [(False, 1), (False, 2), (True, 1), (True, 2)]
-ways = pytest.mark.parametrize(("resident", "replicas"), [WAYS[0], *(pytest.param(*way, marks=slow) for way in WAYS[1:])])
+ways = pytest.mark.parametrize(
+    ("resident", "replicas"), [WAYS[0], *(pytest.param(*way, marks=slow if way == (False, 2) else long) for way in WAYS[1:])]
+)
 
 
 def fork(one: PairConversation, rows: int, tokens_max: int = 3000, name: str = "two") -> PairConversation:
@@ -53,7 +55,9 @@ async def test_pages_are_split_and_rows_are_on_both(backend: CpuBackend, residen
 
 
 @ways
-@pytest.mark.parametrize("rows", [1100, *(pytest.param(rows, marks=slow) for rows in (1, 64, 100, 1023, 1024, 2048, 2100))])
+@pytest.mark.parametrize(
+    "rows", [1100, *(pytest.param(rows, marks=slow if rows == 1024 else long) for rows in (1, 64, 100, 1023, 1024, 2048, 2100))]
+)
 async def test_forks_and_cuts_on_both_devices(backend: CpuBackend, resident: bool, replicas: int, rows: int) -> None:
     """A fork anywhere, of a session whose later copies may be in flight, then a cut of either through what they share: no byte is lost."""
     stage = PairStage(backend, resident=resident, replicas=replicas, blocks=150)
@@ -130,7 +134,7 @@ async def test_a_loaded_image_is_on_both_devices(backend: CpuBackend, resident: 
 
 
 @pytest.mark.parametrize(("resident", "replicas"), WAYS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=slow if seed == 1 else long) for seed in range(1, 6))])
 async def test_no_order_of_completions_loses_a_row_on_either_device(resident: bool, replicas: int, seed: int) -> None:
     """Lives of two sessions under each seed: rollbacks, cuts, chunks, barriers; bytes agree, and closing leaves nothing held."""
     draw = random.Random(seed)

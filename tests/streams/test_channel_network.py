@@ -295,7 +295,10 @@ def test_a_cable_that_is_back_in_time_loses_nothing(wired: Callable[..., Wire]) 
     assert wire.pair.one.end() == "closed"
 
 
-@pytest.mark.parametrize(("stopped_s", "silence_ms", "lost"), [(1, 8000, False), (5, 8000, False), (30, 8000, True)])
+@pytest.mark.parametrize(
+    ("stopped_s", "silence_ms", "lost"),
+    [(1, 8000, False), pytest.param(5, 8000, False, marks=pytest.mark.long), pytest.param(30, 8000, True, marks=pytest.mark.long)],
+)
 def test_stops_of_one_to_thirty_seconds(stopped_s: int, silence_ms: int, lost: bool) -> None:
     """SIGSTOP shorter than the time-out costs nothing; a longer one loses the peer at the time-out, and the stopped one learns it after."""
     pair = Pair("127.0.0.1", silence_ms)

@@ -10,7 +10,7 @@ from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import small
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_two_stages_keep_the_rate_of_one(tmp_path: Path) -> None:
     """Four sessions in two lanes, in virtual time and in tokens a second of CPU time. What does not depend on layers weighs twice here what

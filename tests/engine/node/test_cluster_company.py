@@ -12,7 +12,7 @@ from engine.sampling import Sampling
 from tests.engine.node.cluster_world import cluster_of
 
 DEMO = Path(__file__).resolve().parents[3] / "engine" / "demo_model"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 def config(**changes: object) -> EngineConfig:
@@ -54,7 +54,14 @@ async def story(engine: Engine, directory: Path, name: str) -> list[list[int]]:
     return spoken
 
 
-@pytest.mark.parametrize("changes", [{}, {"draft_depth": 3}, {"placement": "resident"}], ids=["offload", "drafts", "resident"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="offload", marks=pytest.mark.long),
+        pytest.param({"draft_depth": 3}, id="drafts", marks=pytest.mark.slow),
+        pytest.param({"placement": "resident"}, id="resident", marks=pytest.mark.long),
+    ],
+)
 async def test_conversations_on_nodes_say_what_they_say_in_one_process(tmp_path: Path, changes: dict[str, object]) -> None:
     """Two nodes, cuts inside selection groups; nothing is left on any stage but stored histories, and nothing at all at the end."""
     async with Engine.open(DEMO, config(**changes)) as engine:
