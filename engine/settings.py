@@ -140,6 +140,11 @@ def parse_text(text: str) -> str:
     return text
 
 
+def parse_peer(text: str) -> str:
+    """A device, or none."""
+    return "" if text == "none" else parse_text(text)
+
+
 def choice(*allowed: str, later: Collection[str] = (), read: Callable[[str], object] = str) -> Callable[[str], object]:
     """A parser of one of `allowed`; those in `later` are refused as not built yet."""
 
@@ -188,7 +193,7 @@ SETTINGS: dict[str, Setting] = _table(
         ("placement", "engine.placement", choice("offload", "resident"), "offload|resident", "rows in RAM with a hot cache, or device"),
         ("hot_rows", "engine.hot_rows", parse_auto_integer, "auto|N", "hot rows of a session and group; auto: 32,768 and what is to spare"),
         ("host_memory", "engine.host_memory_bytes", parse_size, "auto|SIZE", "RAM for histories, like 4GiB; auto: half of what is free"),
-        ("peer", "engine.peer", parse_text, "DEVICE", "a second device that takes half of each layer, like cuda:1"),
+        ("peer", "engine.peer", parse_peer, "none|DEVICE", "a second device that takes half of each layer, like cuda:1"),
         ("micro_batches", "engine.micro_batches", parse_auto_integer, "auto|N", "steps at once of several stages; auto: one a device"),
         ("stages", "engine.stages", parse_text, "N|N,N,...", "stages of this process, as a count or as layers of each"),
         ("mirror_replicas", "engine.mirror_replicas", choice("1", "2", read=int), "1|2", "copies of a history in RAM"),

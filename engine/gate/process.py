@@ -51,7 +51,7 @@ def serve_words(plan: Plan, arm: Arm) -> list[str]:
     for setting in SETTINGS.values():
         if setting.place == "engine" and setting.name != "tape":
             value = getattr(config, setting.field)
-            words += [setting.flag, "auto" if value is None else str(value)]
+            words += [setting.flag, "auto" if value is None else str(value) or "none"]
     return [*words, "--synthetic-history"] if plan.history is not None else words
 
 
