@@ -210,7 +210,7 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
 
     def begin(self: DecodeStep, table: Any) -> None:
         assert int((table.tensor[:, TableField.ROWS] > 0).sum()) == submitted.popleft(), "a free place names a session"
-        for buffer in (self._x, self._u, self._qr, self._query.latent, self._query.rope, self._logits, self._hidden_before):
+        for buffer in (self._x, self._u, self._qr, self._query.latent, self._query.rope, self._sampling_end.logits, self._hidden_before):
             buffer.fill_(float("nan"))
         for plan in self._plans:
             for part in (plan.selection, plan.slot, plan.fill, plan.miss, plan.source):

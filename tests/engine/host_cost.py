@@ -81,7 +81,7 @@ def _no_device_time() -> Iterator[None]:
             left -= 1
             if left >= 0:
                 run()
-            self._accepted.fill_(1)
+            self._sampling_end._rows.accepted.fill_(1)
 
         self._replay = pretend
 

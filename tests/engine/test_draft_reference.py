@@ -104,16 +104,16 @@ async def test_mistakes_of_a_chain_show(mistake: str, tmp_path: Path, monkeypatc
     """The comparison fails for the other regime, for a chain at the wrong positions, and for drafts that do not see one another."""
     shares = mistake == "position late"
     if mistake == "position late":
-        real = engine.draft.Drafter._attend
+        real = engine.draft.Drafter._ask
 
-        def attend(self: Any, depth: int, *rest: Any) -> Tensor:
+        def ask(self: Any, depth: int, *rest: Any) -> None:
             self._position -= depth
             try:
-                return real(self, depth, *rest)
+                real(self, depth, *rest)
             finally:
                 self._position += depth
 
-        monkeypatch.setattr(engine.draft.Drafter, "_attend", attend)
+        monkeypatch.setattr(engine.draft.Drafter, "_ask", ask)
     if mistake == "row of the last draft lost":
         store = engine.draft.Drafter._store
         monkeypatch.setattr(

@@ -231,7 +231,7 @@ async def test_a_value_that_breaks_while_decoding_ends_that_request_only(checkpo
         victim = engine.generate([1, 2, 3], greedy(200))
         neighbour = asyncio.ensure_future(collect(engine, [([9, 8, 7], 12)]))
         await anext(victim)
-        memory = next(request.session.memory for request in engine._loop.decoding if request.appended == [1, 2, 3])
+        memory = next(request.session.memory for request in engine._loop.decoding if list(request.appended) == [1, 2, 3])
         assert memory is not None
         assert memory.ring is not None
         memory.ring.buffer.fill_(0xFF)  # f32 NaN in every ring row
