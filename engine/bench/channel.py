@@ -4,13 +4,15 @@
 2. What arrives is compared with what was sent before anything is measured.
 3. Throughput is payload over the time from the first send to the word that all of it arrived. A hop is half a turn there and back, with
    receives asked for ahead; the peer answers from a callback, as a bare echo does, or from a task.
-4. iperf3, where it is installed, moves as many bytes over a connection of its own, in the same rounds.
+4. iperf3, where it is installed, moves bytes over a connection of its own, in the same rounds: as many, but at least `_IPERF_BYTES_MIN`,
+   since it stops counting once all is sent and leaves out what is still on its way: of a few MiB it may count none.
 """
 
 import asyncio
 import json
 import multiprocessing
 import shutil
+import socket
 import statistics
 import time
 from collections.abc import Awaitable, Callable
@@ -33,6 +35,7 @@ _VERSION = 2
 _WIDTH = 6144  # of a row: 12 KiB in bfloat16
 _ROWS = 64
 _DEPTH = 8  # frames of 64 rows asked for ahead
+_IPERF_BYTES_MIN = 128 << 20  # against socket buffers of a few MiB
 _HOPS_AHEAD = 4  # rows of a hop asked for ahead
 CHANNEL, SMALL, BARE_STREAM, IPERF = "channel, 64 rows a frame", "channel, 1 row a frame", "bare connection", "iperf3"
 STREAMS, TASK = "asyncio's streams", "channel, answered by a task"
@@ -208,19 +211,23 @@ async def _iperf(payload_bytes: int, address: str, far: str | None) -> float | N
     """Bytes a second that iperf3 received, or None where it is not installed or fails. `far`: the namespace it listens in."""
     if shutil.which("iperf3") is None:
         return None
-    port, there = "15201", () if far is None else ("ip", "netns", "exec", far)
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = str(found.getsockname()[1])  # free here; a namespace of its own has nothing that listens
+    there = () if far is None else ("ip", "netns", "exec", far)
     server = await asyncio.create_subprocess_exec(
-        *there, "iperf3", "-s", "-1", "--forceflush", "-p", port, stdout=asyncio.subprocess.PIPE
+        *there, "iperf3", "-s", "-1", "--forceflush", "-p", port, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )  # fmt: skip
     try:
         assert server.stdout is not None
         await server.stdout.readline()
         await server.stdout.readline()  # it listens
         client = await asyncio.create_subprocess_exec(
-            "iperf3", "-c", address, "-p", port, "-n", str(payload_bytes), "-J", stdout=asyncio.subprocess.PIPE
+            "iperf3", "-c", address, "-p", port, "-n", str(max(payload_bytes, _IPERF_BYTES_MIN)), "-J", stdout=asyncio.subprocess.PIPE
         )  # fmt: skip
         output, _ = await client.communicate()
-        return float(json.loads(output)["end"]["sum_received"]["bits_per_second"]) / 8 if client.returncode == 0 else None
+        rate = float(json.loads(output)["end"]["sum_received"]["bits_per_second"]) / 8 if client.returncode == 0 else 0.0
+        return rate or None
     finally:
         if server.returncode is None:
             server.terminate()
