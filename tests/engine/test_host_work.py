@@ -92,4 +92,5 @@ async def test_a_replayed_step_is_one_operation_and_one_call_of_torch(checkpoint
 
 async def test_the_cost_of_a_step_can_be_measured(checkpoint: Path) -> None:
     """The program beside this file times steps of an engine whose device takes no time: more than nothing, less than a millisecond each."""
-    assert 0 < await step_us(checkpoint, sessions=2, steps=100) < 1_000
+    times = [await step_us(checkpoint, sessions=2, steps=100) for _ in range(3)]  # what else runs on these cores adds to some of them
+    assert 0 < min(times) < 1_000
