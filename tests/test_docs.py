@@ -42,7 +42,8 @@ def test_the_settings_of_the_readme_exist() -> None:
     blocks = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 1
     keys = set(tomllib.loads(blocks[0]))
-    flags = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z-]+)", README)} - {"config", "help", "prompt_file", "max_tokens", "group"}
+    own = {"config", "help", "prompt_file", "max_tokens", "group"}  # of commands
+    flags = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z-]+)", README)} - own
     assert {"hot_rows"} <= variables & keys & flags
     assert (variables | keys | flags) - set(SETTINGS) == set()
 
