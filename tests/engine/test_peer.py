@@ -15,12 +15,11 @@ from engine.protocol import SyntheticHistory
 from kernels.quantize import reference as quantize
 from memory.replica import PairSession, verify_replica
 from streams import Backend, Fault, SeededOrder, VirtualBackend, sealed
-from tests.engine.model.parity import Configuration, configurations, make_checkpoint, named
+from tests.engine.model.parity import Configuration, configurations, make_checkpoint
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import Run, collect, greedy, run, small
+from tests.engine.test_engine_exactness import NAME, TOP_K, ids
 
-NAME = "shared"
-TOP_K = int(named(NAME).config["index_topk"])
 slow, long = pytest.mark.slow, pytest.mark.long
 
 
@@ -34,11 +33,6 @@ def long_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers and few heads, so that a history of three pages of keys is read in a moment."""
     config = tiny_config(num_hidden_layers=2, indexer_types=["full", "shared"], index_n_heads=4, index_topk=32)
     return write_checkpoint(random_tensors(config, 5), config, tmp_path_factory.mktemp("long") / "model")
-
-
-def ids(count: int, seed: int) -> list[int]:
-    vocabulary = int(named(NAME).config["vocab_size"])
-    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def peered(**changes: object) -> EngineConfig:

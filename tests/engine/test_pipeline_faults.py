@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.engine import Engine
 from engine.errors import NeverFits, SessionBroken
@@ -14,21 +13,14 @@ from engine.follower import LocalFollower
 from engine.stage import Stage
 from memory.errors import DoesNotFit
 from streams import Backend, Fault, SeededOrder, VirtualBackend, sealed
-from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import Run, collect, greedy, small
-
-NAME = "shared"
-TOP_K = int(named(NAME).config["index_topk"])
+from tests.engine.test_engine_exactness import NAME, TOP_K, ids
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
-
-
-def ids(count: int, seed: int) -> list[int]:
-    vocabulary = int(named(NAME).config["vocab_size"])
-    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def stages_of(engine: Engine) -> tuple[Stage, ...]:

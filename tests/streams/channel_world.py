@@ -4,16 +4,25 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from streams import ChannelLimits, Listener, TcpChannel, Terms, connect, listen
+from streams import ChannelLimits, Listener, PeerLost, Reason, TcpChannel, Terms, connect, listen
 from streams.clock import RealClock
+from streams.frame import Header
 from streams.handshake import Handshake
 
 KEY = b"a key of at least sixteen bytes"
 LAYER_MAP = ((0, 39), (39, 39))
+LIMITS = ChannelLimits(frame_bytes_max=1 << 20, queue_max=64, silence_ms_max=1000, beat_ms=200)
 
 
 def terms(stage: int, fingerprint: str = "model", layer_map: tuple[tuple[int, int], ...] = LAYER_MAP) -> Terms:
     return Terms(fingerprint, layer_map, stage)
+
+
+def reason_of(channel: TcpChannel) -> Reason:
+    """Why the channel, which has ended, lost its peer."""
+    error = channel.ended.error()
+    assert isinstance(error, PeerLost), f"{channel!r} did not lose its peer"
+    return error.reason
 
 
 @asynccontextmanager
@@ -153,3 +162,16 @@ class Cable:
             for channel in channels or (self.one, self.two):
                 channel.connection.tick()
         await turns()
+
+
+def frame_of(channel: TcpChannel, header: Header, payload: bytes = b"", step: int = 0) -> bytes:
+    """A frame as this channel would send it next."""
+    return channel._framed(header, step, payload) + payload
+
+
+async def ended_with(cable: Cable) -> Reason:
+    """The reason for which the right end ended, everything of it settled."""
+    await turns()
+    assert cable.two.ended.done(), f"{cable.two!r} goes on"
+    assert cable.right.gone
+    return reason_of(cable.two)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from engine.engine import Engine
@@ -17,23 +16,16 @@ from engine.node.calls import Facts
 from engine.node.visit import Effort, visit
 from engine.protocol import SessionId
 from streams import PeerLost, Reason, connect
-from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.model.parity import make_checkpoint
 from tests.engine.node.cluster_world import LIMITS, Cluster, cluster_of
 from tests.engine.runs import collect, greedy, run, small
+from tests.engine.test_engine_exactness import NAME, TOP_K, ids
 from tests.streams.channel_world import KEY
-
-NAME = "shared"
-TOP_K = int(named(NAME).config["index_topk"])
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
-
-
-def ids(count: int, seed: int) -> list[int]:
-    vocabulary = int(named(NAME).config["vocab_size"])
-    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 async def tokens(engine: Engine, session: SessionId, prompt: list[int], count: int) -> list[int]:
