@@ -3,15 +3,13 @@
 Invariants are theirs. A tile has INTEGER_ROWS pairs, or what the grouping has where only one of the two products is of integers.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.group_int import GroupInt
-from kernels.linear.integers import FORMS, INTEGER_ROWS, accumulate_integers, compiled, integer_constants
+from kernels.linear.integers import INTEGER_ROWS, accumulate_integers, compiled, integer_constants
 from kernels.linear.tiling import Tiling, integer_tiling
 from kernels.moe.pairs import Grouping, combined, tile_pairs
 
@@ -134,8 +132,8 @@ def _case(weight: tuple[int, int, int, int, bool], how: Tiling, mode: int) -> di
     return compiled(weight, how, "*bf16") | {"x": "*bf16", "tile_expert": pairs, "tile_pair": pairs, "pairs": "i32", "GROUPED": mode}
 
 
-def _gated_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int, tiling: Tiling | None = None) -> dict[str, object]:
-    how = tiling or integer_tiling(outputs, width, bits, group, wide=False, gated=True, routed=mode > 0)
+def _gated_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int) -> dict[str, object]:
+    how = integer_tiling(outputs, width, bits, group, wide=False, gated=True, routed=mode > 0)
     return _case((outputs, width, bits, group, zeros), how, mode) | {
         "gate": "*i16", "to": "*bf16", "x_row": width, "up_from_gate": outputs * width * bits // 16,
         "up_scales": outputs * width // group, "up_zeros": outputs * width // group,
@@ -143,14 +141,13 @@ def _gated_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mo
     }  # fmt: skip
 
 
-def _down_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int, tiling: Tiling | None = None) -> dict[str, object]:
-    how = tiling or integer_tiling(outputs, width, bits, group, wide=False, routed=mode > 0)
+def _down_case(outputs: int, width: int, bits: int, group: int, zeros: bool, mode: int) -> dict[str, object]:
+    how = integer_tiling(outputs, width, bits, group, wide=False, routed=mode > 0)
     return _case((outputs, width, bits, group, zeros), how, mode) | {
         "units": "*i16", "out": "*fp32" if mode or how.splits > 1 else "*bf16", "TWIN": how.twin,
     }  # fmt: skip
 
 
-GATED_FORMS = [replace(how, splits=1) for how in FORMS if not how.twin]
 COMPILE = [
     (_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 1)),
     (_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 2)),
@@ -158,6 +155,4 @@ COMPILE = [
     (_integer_down, _down_case(6144, 2048, 4, 64, False, 1)),
     (_integer_down, _down_case(6144, 2048, 4, 128, True, 2)),
     (_integer_down, _down_case(6144, 12288, 8, 64, False, 0)),
-    *((_integer_gate_up, _gated_case(2048, 6144, 4, 64, False, 2, how)) for how in GATED_FORMS),
-    *((_integer_down, _down_case(6144, 2048, 4, 64, False, 1, how)) for how in FORMS if how.raised),
 ]

@@ -229,12 +229,12 @@ def test_a_link_that_comes_back_in_time_loses_nothing(link: tuple[str, str]) -> 
 @pytest.mark.parametrize(
     "shape",
     [
-        "delay_ms=0.1",
+        pytest.param("delay_ms=0.1", marks=pytest.mark.long),
         "delay_ms=50 jitter_ms=10",
         "loss=0.03",
         "delay_ms=5 late=0.25 late_ms=3",
-        "bytes_per_s=1000000",
-        "delay_ms=10 twice=0.05 flip=0.005",
+        pytest.param("bytes_per_s=1000000", marks=pytest.mark.long),
+        pytest.param("delay_ms=10 twice=0.05 flip=0.005", marks=pytest.mark.long),
     ],
 )
 def test_bad_networks_are_slow_and_nothing_else(wired: Callable[..., Wire], shape: str) -> None:
