@@ -49,7 +49,7 @@ class Connection(asyncio.BufferedProtocol):
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._aborted = False
+        self._aborted = self._departing = False
         self._writing = False  # a batch is in the connection's hands
         self._heard = self._wrote = False
         self._ticked_ns = self._silent_ns = self._stuck_ns = self._held_bytes = 0
@@ -120,7 +120,7 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def writable(self) -> bool:
         """Whether `write` has somewhere to write to."""
-        return self._transport is not None and not self._aborted
+        return self._transport is not None and not self._aborted and not self._departing
 
     def write(self, pieces: Sequence[bytes | memoryview], *, batch: bool) -> bool:
         """Write; returns whether the machine has all of it. Of a `batch`, whose buffers must stay as they are till then, `taken` tells."""
@@ -145,11 +145,24 @@ class Connection(asyncio.BufferedProtocol):
         """Drop whatever comes from now on; who sends it is still heard to be alive."""
         self._reader.stop()
 
+    def depart(self) -> None:
+        """Write nothing more, drop what comes, and let the connection go when the peer does, or after the time of its silence.
+
+        A connection that is let go while the peer still sends is reset, and then what the peer has not received yet never arrives.
+        """
+        self._departing, self._silent_ns = True, 0
+        self._reader.stop()
+        try:
+            if self._transport is not None and self._transport.can_write_eof():
+                self._transport.write_eof()
+        except OSError:  # the peer went first
+            self.abort()
+
     def tick(self) -> None:
         """Count silence, and ask for a beat if nothing was written. Called by the loop's timer every beat."""
         now_ns = self._clock.now_ns()
         elapsed_ns, self._ticked_ns = min(now_ns - self._ticked_ns, 2 * self._beat_ns), now_ns
-        self._silent_ns = 0 if self._heard and self.established else self._silent_ns + elapsed_ns
+        self._silent_ns = 0 if self._heard and self.established and not self._departing else self._silent_ns + elapsed_ns
         held, self._held_bytes = self._held_bytes, self.held_bytes
         self._stuck_ns = self._stuck_ns + elapsed_ns if held and held == self._held_bytes else 0
         wrote, self._heard, self._wrote = self._wrote, False, False
@@ -159,7 +172,7 @@ class Connection(asyncio.BufferedProtocol):
         if lost is not None:
             self._owner.failed(lost)
             self.abort()
-        elif self.established and not wrote and not self._held_bytes:
+        elif self.established and not wrote and not self._held_bytes and not self._departing:
             self._owner.quiet()
 
     def _silence(self, held: int) -> PeerLost | None:

@@ -136,7 +136,7 @@ class TcpChannel:
         self._check()
 
     async def close(self) -> None:
-        """See `Channel.close`. What the machine could not take within the time-out is cut off."""
+        """See `Channel.close`. Returns once the peer knows; a peer that does not answer within the time-out is left without."""
         self._end(Closed(f"the channel to {self.name} is closed"))
         await self.ended.wait_done()
 
@@ -379,10 +379,12 @@ class TcpChannel:
         self._wake_room()
 
     def _farewell(self, reason: Reason) -> None:
-        """Tell the peer why, unless half a frame is in the way, and let the connection go."""
+        """Tell the peer why, unless half a frame is in the way, and let the connection go: when we leave by ourselves, once it knows."""
         if not self.connection.held_bytes and self.connection.writable:
             self._put(Bye(reason, cut(str(self._error))))
-        self.connection.abort()
+            if isinstance(self._error, Closed) and self._handshake.done:
+                return self.connection.depart()
+        return self.connection.abort()
 
     def _wake_room(self) -> None:
         waiting, self._room = self._room, []

@@ -66,7 +66,7 @@ class End(asyncio.Transport):
         self.room = room
         self.out = bytearray()  # taken by the machine, not at the other end
         self.held = bytearray()
-        self.gone = False
+        self.gone = self.wrote_eof = False
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         assert high == 0
@@ -86,6 +86,12 @@ class End(asyncio.Transport):
         taken = min(self.room - len(self.out), len(self.held))
         self.out += self.held[:taken]
         del self.held[:taken]
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.wrote_eof = True
 
     def abort(self) -> None:
         self.lose(None)
@@ -128,6 +134,8 @@ class Cable:
         data = bytes(end.out[:count])
         del end.out[: len(data)]
         self.other(end).feed(data)
+        if end.gone and not end.out and self.other(end).wrote_eof:
+            self.other(end).lose(None)
         if not end.gone:
             end.fill()
             end.channel.connection.resume_writing()

@@ -121,6 +121,36 @@ async def test_closing_towards_a_peer_that_takes_nothing_ends_within_the_time_ou
     assert sent.error() is not None
 
 
+async def test_who_closes_stays_until_the_peer_knows() -> None:
+    """Let go at once, a connection is reset by what the peer still sends, and the last word, lost on its way, never comes."""
+    cable = await Cable(LIMITS).opened()
+    closing = asyncio.ensure_future(cable.one.close())
+    await turns()
+    cable.two.send(torch.ones(50, dtype=torch.uint8), kind="y", step=0)  # knows nothing yet
+    cable.move(cable.right)
+    await turns()
+    assert cable.left.wrote_eof
+    assert not cable.left.gone
+    assert not closing.done()
+    await cable.settle()
+    await closing
+    assert reason_of(cable.two) == Reason.CLOSED
+
+
+async def test_a_peer_that_never_learns_of_the_close_is_left_after_the_time_out() -> None:
+    """Nothing of the last word arrives, while the peer goes on beating: the close ends all the same."""
+    cable = await Cable(LIMITS).opened()
+    closing = asyncio.ensure_future(cable.one.close())
+    for _ in range(5):
+        await turns()
+        assert not closing.done()
+        await cable.pass_ms(200, 200)
+        cable.move(cable.right)
+    await turns()
+    assert cable.left.gone
+    await closing
+
+
 async def test_callbacks_may_close_the_channel_they_are_told_by() -> None:
     """A receive's callback that ends the channel while more frames follow in the same bytes leaves everything settled."""
     cable = await Cable(LIMITS).opened()
