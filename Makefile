@@ -22,19 +22,21 @@ demo-cluster: $(VENV)/.cluster
 	$(BIN)/forebay demo-cluster
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations=20
 
 slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "slow and not long and not gpu" --durations=20
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "slow and not (alone or long or gpu)" --durations=20
+	$(BIN)/python -m pytest -m "slow and alone and not (long or gpu)" --durations=10
 
 long: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "long and not gpu" --durations=20
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "long and not (alone or gpu)" --durations=20
+	$(BIN)/python -m pytest -m "long and alone and not gpu" --durations=10
 
 soak: $(VENV)/.runtime
 	$(BIN)/forebay soak --minutes $(MINUTES) --json $(SOAK_JSON)
 
 check: check-static
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 
 check-static: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: the extra forebay[cluster]")
 def test_two_nodes_under_ray_one_of_them_killed() -> None:

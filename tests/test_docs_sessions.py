@@ -59,6 +59,7 @@ async def answers_of(shell: list[str], before: str) -> tuple[list[str], str]:
     return [answer.strip() for answer in answers], known.strip() + "\n"
 
 
+@pytest.mark.slow
 # The page speaks to people with a shell and curl; a machine that has none cannot run its commands, and no other test needs it.
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands are curl's")
 async def test_the_commands_answer_what_the_page_says(tmp_path: Path) -> None:

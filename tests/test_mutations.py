@@ -27,7 +27,7 @@ from tests.mutants import MUTANTS
 SEEDS_MAX = 160  # once round the wheel and more
 SECONDS_MAX = 1800  # the first test of a fixture waits for all its mutants, on a machine that does other work too
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
 
 
 CONTROL = "nothing is broken"

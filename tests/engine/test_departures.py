@@ -343,7 +343,9 @@ async def archived_rows(engine: Engine, path: Path) -> dict[str, list[bytes]]:
 
 
 @both
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow if seed < 5 else pytest.mark.long) for seed in range(1, 12))]
+)
 async def test_no_archive_has_what_was_not_mirrored(tmp_path: Path, placement: str, seed: int) -> None:
     """Under any order of completions idle archiving writes rows and keys that are in RAM: every archive is a plain run's to the byte."""
     draw = random.Random(seed)

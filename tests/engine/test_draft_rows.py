@@ -127,7 +127,9 @@ def plain(checkpoint: Path) -> Held:
     return asyncio.run(converse(checkpoint, 0, TURNS, CpuBackend()))
 
 
-@pytest.mark.parametrize(("depth", "seed"), [(1, 1), (3, 2), (7, 3)])
+@pytest.mark.parametrize(
+    ("depth", "seed"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2), pytest.param(7, 3, marks=pytest.mark.slow)]
+)
 async def test_rows_are_those_of_a_session_without_drafts(
     checkpoint: Path, plain: Held, depth: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,11 +177,11 @@ async def test_refused_drafts_leave_nothing(checkpoint: Path, monkeypatch: pytes
     await _refused(checkpoint, 100)
 
 
-@pytest.mark.slow
-async def test_a_thousand_refused_steps_leave_nothing(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a thousand steps: many laps of the ring."""
-    guess_right(monkeypatch, [await _text(checkpoint, 1000)], lambda _, drafts: 0, VOCABULARY)
-    await _refused(checkpoint, 1000)
+@pytest.mark.parametrize("steps", [pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)])
+async def test_many_refused_steps_leave_nothing(checkpoint: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over laps of the ring, two and nine."""
+    guess_right(monkeypatch, [await _text(checkpoint, steps)], lambda _, drafts: 0, VOCABULARY)
+    await _refused(checkpoint, steps)
 
 
 async def _text(checkpoint: Path, tokens: int) -> list[int]:

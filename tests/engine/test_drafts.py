@@ -71,7 +71,7 @@ async def test_every_model_shape_and_row_format(name: str, tmp_path: Path, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(7), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(7, 20))])
 async def test_drawn_tokens_for_many_seeds(checkpoint: Path, temperature: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise depends on seed and position alone, so drawn tokens are those of depth 0 whatever was drafted."""
     turns, sampling = [(ids(40, seed), 30)], sampled(30, temperature, seed)
@@ -216,6 +216,7 @@ async def test_replayed_steps_draft_alike(checkpoint: Path, monkeypatch: pytest.
     assert (await run(checkpoint, small(hot_rows=TOP_K, draft_depth=3, graphs="on"), turns)).same_bits(plain)
 
 
+@pytest.mark.slow
 async def test_auto_changes_depth_and_no_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While guesses turn from right to wrong the depth of steps changes, and the text stays."""
     turns = [(ids(61, 1), 120)]

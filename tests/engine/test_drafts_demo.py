@@ -1,7 +1,5 @@
 """Drafts of the demo model: real acceptance, equal tokens, and the rates of its training record."""
 
-import itertools
-
 import pytest
 
 from engine.config import EngineConfig
@@ -20,7 +18,7 @@ async def said(config: EngineConfig, prompt: list[int], sampling: Sampling) -> t
         return tokens, engine.statistics().steps
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 async def test_the_demo_says_the_same_in_half_the_steps(temperature: float) -> None:
     """Held-out code goes on with equal tokens at depths 0, 3 and 7, and drafting takes at most six steps in ten."""
     prompt = held_out_prompts(3)[1][-96:]
@@ -32,6 +30,7 @@ async def test_the_demo_says_the_same_in_half_the_steps(temperature: float) -> N
         assert fewer <= (0.6 if temperature == 0.0 else 0.8) * steps
 
 
+@pytest.mark.slow
 async def test_a_stop_string_inside_an_accepted_run() -> None:
     """Text, tokens and reason end where they end without drafts, wherever in a run the stop string is complete."""
     prompt = held_out_prompts(3)[1][-96:]
@@ -52,7 +51,8 @@ async def test_a_stop_string_inside_an_accepted_run() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "seed"), list(itertools.product((0.7, 1.0), range(20))))
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5, 20))])
 async def test_the_demo_says_the_same_for_many_seeds(temperature: float, seed: int) -> None:
     """Drawn text is that of depth 0 for each seed, at a depth that turns with it."""
     prompt = held_out_prompts(20)[seed][-64:]

@@ -56,6 +56,7 @@ def auto(device: str, **changes: object) -> EngineConfig:
     return small(**{"device": device, "dtype": "f32", "row_format": "q8g64", "hot_rows": 0, "decode_batch_limit": 4, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 async def test_a_row_is_read_from_ram_once_at_most(checkpoint: Path, budget: list[int], device: str) -> None:
     """With a slot for every row, turns that grow the session give the resident's bits; misses are no more than rows and groups."""
@@ -138,7 +139,7 @@ async def test_a_long_prompt_gives_up_its_extra_between_chunks(
     assert came == ["short", "long"]
 
 
-@pytest.mark.parametrize("way", ["fork", "import"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("import", marks=pytest.mark.slow)])
 async def test_sessions_that_callers_make_get_it_too(
     checkpoint: Path, budget: list[int], shrunk: list[str], way: str, tmp_path: Path
 ) -> None:  # fmt: skip

@@ -129,13 +129,18 @@ async def _run(checkpoint: Path, seed: int, faults: tuple[Fault, ...]) -> list[_
     return clients
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 40))])
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow if seed < 15 else pytest.mark.long) for seed in range(3, 40))]
+)
 async def test_company_order_and_cuts_change_nothing(checkpoint: Path, seed: int) -> None:
     """Every turn says what it says alone, a cut one the beginning of it, and nothing is left running or held."""
     assert not any(client.broken for client in await _run(checkpoint, seed, ()))
 
 
-@pytest.mark.parametrize("seed", [*range(100, 103), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(103, 140))])
+@pytest.mark.parametrize(
+    "seed",
+    [*range(100, 103), *(pytest.param(seed, marks=pytest.mark.slow if seed < 115 else pytest.mark.long) for seed in range(103, 140))],
+)
 async def test_faults_break_sessions_and_nothing_else(checkpoint: Path, seed: int) -> None:
     """With operations failing or late, a session says what it says alone as far as it gets, and breaks or ends; nothing hangs or stays."""
     rng = random.Random(seed)

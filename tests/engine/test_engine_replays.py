@@ -17,8 +17,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
 
 
-@pytest.mark.parametrize("placement", ["offload", "resident"])
-@pytest.mark.parametrize("rows", ["f32", "q8g64"])
+@pytest.mark.parametrize(
+    ("rows", "placement"),
+    [
+        ("q8g64", "offload"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("f32", "offload"), ("f32", "resident"), ("q8g64", "resident"))),
+    ],
+)
 async def test_replays_are_steps(checkpoint: Path, placement: str, rows: str) -> None:
     """Turns across ring, blocks and hot cache give the bits of steps issued anew: no operation holds a host value of its first step."""
     turns = [(ids(60, 1), 5), (ids(1, 2), 140), (ids(63, 3), 1), (ids(130, 4), 70)]

@@ -113,7 +113,7 @@ async def test_the_last_prompt_token_is_always_read(checkpoint: Path, placement:
     alike(again, first)
 
 
-@both
+@pytest.mark.parametrize("placement", ["offload", pytest.param("resident", marks=pytest.mark.slow)])
 async def test_another_request_forks_a_history_in_use(checkpoint: Path, placement: str) -> None:
     """Three prompts that begin like one that still decodes share its blocks, decode beside it, and give the tokens of fresh runs."""
     shared = ids(200, 6)
@@ -296,6 +296,7 @@ async def test_what_can_never_fit_is_refused_with_histories_stored(checkpoint: P
             await ask(engine, ids(rows, 9), 4)
 
 
+@pytest.mark.slow
 async def test_acceptance_after_a_hit_is_acceptance_without_it(checkpoint: Path) -> None:
     """With drafts of the model's own, a prompt that reuses a cut history accepts and refuses as many as a fresh run, cut anywhere."""
     text = ids(150, 3)

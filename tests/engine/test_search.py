@@ -54,7 +54,12 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize(
-    "first", [*range(0, SHORT_SEEDS, 8), *(pytest.param(first, marks=pytest.mark.slow) for first in range(SHORT_SEEDS, 232, 8))]
+    "first",
+    [
+        *range(0, SHORT_SEEDS, 8),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(SHORT_SEEDS, 128, 8)),
+        *(pytest.param(first, marks=pytest.mark.long) for first in range(128, 232, 8)),
+    ],
 )
 def test_seeds_find_nothing(bench: Bench, first: int) -> None:
     """Eight seeds round the wheel of scenarios."""

@@ -290,7 +290,7 @@ async def test_a_fork_that_does_not_fit_is_refused_whole(checkpoint: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["offload", "resident"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 12))])
 async def test_any_interleaving_of_shared_histories(checkpoint: Path, placement: str, seed: int) -> None:
     """Stateless prompts that begin alike, aborts, forks and cuts under a drawn order of completions: each answer is a fresh run's."""
     await interleaved(checkpoint, placement, seed)

@@ -12,6 +12,7 @@ ALLOWED_BYTES = 2 << 20  # the allocator's own wavering; 0.1 MB was measured
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 async def test_memory_is_flat_under_a_tape(tmp_path: Path) -> None:
     """Over 500 steps the process grows by less than half of what their records would take if somebody kept them."""
     tape = tmp_path / "long.jsonl"

@@ -120,6 +120,7 @@ async def test_an_archive_may_have_many_tokens_without_rows(tmp_path: Path) -> N
         assert await say(other, taken, prompt(7, 2), 30) == expected
 
 
+@pytest.mark.slow
 async def test_drafts_are_as_often_right(tmp_path: Path) -> None:
     """With drafts every count of proposed and accepted ones, and every token, equals those of the session that never left."""
     async with engine_of(row_format="q8g64", draft_depth=3) as engine:

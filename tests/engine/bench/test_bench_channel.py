@@ -22,6 +22,7 @@ def namespaces_allowed() -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("where", [[], ["--namespaces"]])
 def test_every_arm_is_measured_and_nothing_stays(where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rounds of a few frames: two times an arm in the JSON, ratios of them in the table; in namespaces too, of which none is left."""

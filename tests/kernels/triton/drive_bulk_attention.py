@@ -35,12 +35,8 @@ def history(layout: RowLayout, picks: int, heads: int, query_rows: int = 10) -> 
 
 def encodings_agree() -> None:
     """float32 queries over every encoding, packed and unpacked: the reference to float32 rounding, zeros for a row without picks."""
-    for picks, encoding, latent, rope, heads in (
-        (1, "f32", 64, 2, 3),
-        (63, "q8g64", 130, 16, 5),
-        (64, "bf16", 33, 10, 17),
-        (65, "q8g64", 8, 4, 1),
-    ):
+    shapes = ((65, "q8g64", 8, 4, 1), (1, "f32", 64, 2, 3), (63, "q8g64", 130, 16, 5), (64, "bf16", 33, 10, 17))
+    for picks, encoding, latent, rope, heads in interpreted.some(shapes, 2):
         layout = RowLayout(encoding, latent, rope)  # type: ignore[arg-type]
         query, query_rope, rows, selection = history(layout, picks, heads)
         wanted = reference.sparse_mla_packed(query, query_rope, rows, selection, layout, SCALE)
@@ -53,7 +49,7 @@ def encodings_agree() -> None:
 
 def bf16_queries() -> None:
     """bf16 queries (cut instead of rounded, in the interpreter): near the float64 attention of their exact values."""
-    for picks, encoding, latent in ((65, "q8g64", 70), (64, "bf16", 130)):
+    for picks, encoding, latent in interpreted.some(((65, "q8g64", 70), (64, "bf16", 130)), 2):
         layout = RowLayout(encoding, latent, 16)  # type: ignore[arg-type]
         query, query_rope, rows, selection = history(layout, picks, 3)
         query, query_rope = query.bfloat16(), query_rope.bfloat16()
@@ -96,7 +92,8 @@ def a_nan_row_shows() -> None:
 def main() -> None:
     encodings_agree()
     bf16_queries()
-    strides_and_company()
+    if interpreted.WHOLE:
+        strides_and_company()
     a_nan_row_shows()
 
 

@@ -45,9 +45,10 @@ def a_nan_query_stays_alone() -> None:
 
 def main() -> None:
     scores_agree(17, 1, 3, KeyLayout("bf16", 40), torch.bfloat16)
-    scores_agree(64, 1025, 16, KeyLayout("bf16", 16), torch.bfloat16)
     scores_agree(19, 130, 5, KeyLayout("bf16", 12), torch.float32)
-    scores_agree(17, 1023, 2, KeyLayout("f32", 6), torch.float32)
+    if interpreted.WHOLE:
+        scores_agree(64, 1025, 16, KeyLayout("bf16", 16), torch.bfloat16)
+        scores_agree(17, 1023, 2, KeyLayout("f32", 6), torch.float32)
     a_nan_query_stays_alone()
 
 

@@ -44,7 +44,7 @@ def packing_is_lossless() -> None:
 
 def products_are_exact() -> None:
     """Every form at ragged widths and outputs, one step or several: the float64 product of the values to float32 rounding."""
-    for number, (bits, group, zeros) in enumerate(FORMS):
+    for number, (bits, group, zeros) in interpreted.some(enumerate(FORMS), 5):
         outputs, width = ((17, 130), (3, 64), (2, 1100), (16, 257))[number % 4]
         dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
         weight, values = made(outputs, width, bits=bits, group=group, zeros=zeros, dtype=dtype, seed=number)
@@ -110,7 +110,7 @@ def every_form_of_four_bits() -> None:
     x = torch.randn(3, 500).bfloat16()
     x[1, ::97] *= 2**20
     x[2, 5] = float("inf")
-    for number, (how, zeros) in enumerate(itertools.product(integers.FORMS, (False, True))):
+    for number, (how, zeros) in interpreted.some(enumerate(itertools.product(integers.FORMS, (False, True))), 7):
         group = (32, 64, 128)[number % 3]
         how = replace(how, width=min(64, group) * 4, splits=1 if how.parts > 1 else 2)
         weight, values = made(20, 500, bits=4, group=group, zeros=zeros, seed=number)
@@ -123,7 +123,7 @@ def every_form_of_four_bits() -> None:
 
 def company_changes_no_bit() -> None:
     """A row has the same bits alone and among 1 to 64 others; a row of NaN stays alone."""
-    for bits, group, zeros, counts in ((4, 64, False, (1, 2, 3, 4, 8, 16, 64)), (8, 32, True, (2, 9))):
+    for bits, group, zeros, counts in interpreted.some(((8, 32, True, (2, 9)), (4, 64, False, (1, 2, 3, 4, 8, 16, 64))), 2):
         weight, _ = made(16, 300, bits=bits, group=group, zeros=zeros)
         x = torch.randn(5, 300)
         company.row_invariant(lambda p, x=x, w=weight: linear(x[p].bfloat16(), w).float(), 5, counts)  # type: ignore[misc]
@@ -140,7 +140,7 @@ def many_rows() -> None:
     """Beyond BULK_ROWS rows, also cut to small scratch: the float64 product of the values."""
     from kernels.linear import bulk
 
-    for bits, group, zeros in ((4, 64, False), (8, 32, True), (4, 128, True)):
+    for bits, group, zeros in interpreted.some(((4, 128, True), (4, 64, False), (8, 32, True)), 3):
         weight, values = made(135, 300, bits=bits, group=group, zeros=zeros)
         x = torch.randn(BULK_ROWS + 1, 300)
         for scratch in (1, bulk.SCRATCH_BYTES):

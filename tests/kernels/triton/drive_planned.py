@@ -59,7 +59,7 @@ def main() -> None:
     sessions = world()
     generator = torch.Generator().manual_seed(3)
     ends = torch.tensor([300, 200, 640])
-    for picks, scratch_rows in ((33, None), (64, 3), (40, 500)):
+    for picks, scratch_rows in interpreted.some(((64, 3), (33, None), (40, 500)), 3):
         torch.manual_seed(picks)
         place_of = [0, 1, -1, 0, 2]
         selection = (torch.rand(5, picks, generator=generator) * ends[torch.tensor(place_of)][:, None]).int()

@@ -136,9 +136,11 @@ def long_circles_close() -> None:
 
 def main() -> None:
     begun = time.monotonic()
-    for slots, picks, rows, spread in (([40, 9], 33, 4, 3), ([5], 1, 1, 16), ([64, 64, 64], 64, 5, 1), ([8], 65, 3, 2)):
+    shapes = (([40, 9], 33, 4, 3), ([5], 1, 1, 16), ([8], 65, 3, 2), ([64, 64, 64], 64, 5, 1))
+    alone = (([40, 9], 33, 3), ([20], 64, 2), ([7], 100, 1), ([300, 64], 128, 1))  # one row
+    for slots, picks, rows, spread in interpreted.some(shapes, 2):
         compare_random_steps(slots, picks, rows, 4, spread, seed=picks)
-    for slots, picks, spread in (([40, 9], 33, 3), ([20], 64, 2), ([7], 100, 1), ([300, 64], 128, 1)):  # one row
+    for slots, picks, spread in interpreted.some(alone, 2):
         compare_random_steps(slots, picks, 1, 8, spread, seed=picks)
     kernel.PICKS_TILE, kernel.SETTLE_TILE_MAX, tiles = 8, 4, (kernel.PICKS_TILE, kernel.SETTLE_TILE_MAX)
     for programs in (nullcontext, interpreted.programs_backwards):

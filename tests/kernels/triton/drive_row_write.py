@@ -42,7 +42,7 @@ def values_follow_the_reference() -> None:
 
 def broken_rows_stay_visible() -> None:
     """Values that are not finite spoil their row and key and no other (NumPy, which interprets, warns of them)."""
-    for value in (float("inf"), float("-inf"), float("nan")):
+    for value in interpreted.some((float("inf"), float("-inf"), float("nan")), 3):
         given = arguments(torch.float32)
         given["projected"][2, 5], given["source"][2, 33] = value, value
         with numpy.errstate(all="ignore"):
@@ -55,7 +55,8 @@ def broken_rows_stay_visible() -> None:
 def company_changes_no_bit() -> None:
     """A row has the same bytes alone and among others."""
     given = arguments(torch.float32)
-    company.row_invariant(lambda picked: written(kernel, given, picked), 7)
+    if interpreted.WHOLE:
+        company.row_invariant(lambda picked: written(kernel, given, picked), 7)
     company.row_invariant(lambda picked: written(kernel, given, picked, together=True), 7)
     apart = written(kernel, given, torch.arange(7))
     interpreted.same("written together", written(kernel, given, torch.arange(7), together=True), apart)

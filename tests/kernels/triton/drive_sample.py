@@ -46,7 +46,8 @@ def filters_agree() -> None:
     cuts = ((0.9, 0.0, 0.0), (0.2, 0.0, 0.0), (1.0, 20.0, 0.0), (1.0, 1.0, 0.05), (0.9, 20.0, 0.05), (0.2, 20.0, 0.0))
     rows += [[0.8, *cut, 1.0, 0.0, 0.0, 0.0] for cut in cuts]
     none = torch.zeros(len(rows), dtype=torch.int64)
-    compare("smooth", torch.randn(len(rows), VOCABULARY) * 2, rows, none, none)
+    if interpreted.WHOLE:
+        compare("smooth", torch.randn(len(rows), VOCABULARY) * 2, rows, none, none)
     tied = torch.randint(-2, 3, (len(rows), VOCABULARY)).float()
     tied[3:, ::3] = -INF
     compare("tied", tied, rows, none, none)
@@ -107,7 +108,8 @@ def bad_rows_give_token_zero() -> None:
     logits = torch.randn(5, VOCABULARY)
     logits[0, 140], logits[1, 3], logits[2] = NAN, INF, -INF
     none = torch.zeros(5, dtype=torch.int64)
-    for row in ([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [1.0, 0.5, 9.0, 0.1, 1.0, 0.0, 0.0, 0.0]):
+    rows = ([1.0, 0.5, 9.0, 0.1, 1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    for row in interpreted.some(rows, 2):
         compare("bad rows", logits, [row] * 5, none, none)
 
 
@@ -135,8 +137,9 @@ def main() -> None:
     noise_is_the_references()
     counting_and_log_probabilities()
     bad_rows_give_token_zero()
-    penalties_agree()
-    biases_agree()
+    if interpreted.WHOLE:
+        penalties_agree()
+        biases_agree()
     masks_agree()
     filters_agree()
     company_changes_no_token()

@@ -30,7 +30,7 @@ def hostile(rows: int, width: int) -> torch.Tensor:
 
 def bytes_are_the_references() -> None:
     """Keys pack to equal bytes, and are stored as they are packed; what they unpack to is equal too."""
-    for layout in (GLM, ODD, KeyLayout("e4m3", 1)):
+    for layout in interpreted.some((ODD, GLM, KeyLayout("e4m3", 1)), 2):
         keys = hostile(24, max(layout.width, 2))[:, : layout.width]
         packed = packed_by.pack_keys(keys, layout)
         interpreted.same(f"{layout}", packing.pack_keys(keys, layout), packed)
@@ -63,7 +63,7 @@ def every_code_scores_exactly() -> None:
     page, pages = page_of(keys, torch.full((256,), 0.5), layout)
     values = codes.view(torch.float8_e4m3fn).float()
     wanted = values * 0.5 * (2 * 16) ** -0.5
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in interpreted.some((torch.bfloat16, torch.float32), 2):
         query = torch.zeros((20, 2, 16), dtype=dtype)
         query[:, 0, 3], query[:, 1, 3] = 1.0, -1.0
         weights = torch.tensor([[1.0, -1.0]]).expand(20, 2).contiguous()

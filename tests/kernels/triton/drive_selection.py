@@ -103,13 +103,13 @@ def counted_choices_equal_the_reference() -> None:
         "infinite": torch.where(ties > 0, torch.inf, -torch.inf),
         "edges": torch.tensor([2.0**-16, 2.0**16, 1.0, 0.0])[torch.randint(0, 4, normal.shape, generator=generator)] * near,
     }  # fmt: skip
-    for number, (name, scores) in enumerate(worlds.items()):
+    for number, (name, scores) in interpreted.some(enumerate(worlds.items()), 4):
         counted.LISTED = 16 if number % 3 == 0 else 128  # lists of several pieces, and of one
         choose_of(name, scores[:2], [lengths[number * 3 % len(lengths)], columns - number], 0, k, chunk)
-    for number in range(0, len(lengths), 4):
+    for number in interpreted.some(range(0, len(lengths), 4), 2):
         some = lengths[number : number + 4]
         choose_of("ties", ties[: len(some)], some, 0, k, chunk)
-    for first, picks in ((31, 40), (33, 1), (34, columns)):
+    for first, picks in interpreted.some(((31, 40), (33, 1), (34, columns)), 3):
         choose_of("normal", normal[:2], [columns, first + number], first, picks, chunk)
     with interpreted.programs_backwards():
         choose_of("ties backwards", ties, [columns, 63, 33, 17], 1, k, chunk)
@@ -134,9 +134,10 @@ def main() -> None:
     counted_choices_equal_the_reference()
     scores_are_counted_as_they_are_made()
     choice.CHUNK, scoring.PROGRAMS = 1024, 6
-    compare([2], [1029], 0, 32)
     compare([0, 1, 2, 3], [0, 64, 1024, 7], 0, 64)
-    compare([2, 1, 2, -1, 2, 2, 0, 2], [1026, 60, 1025, 5, 1029, 1027, 0, 1023], 1, 65)
+    if interpreted.WHOLE:
+        compare([2], [1029], 0, 32)
+        compare([2, 1, 2, -1, 2, 2, 0, 2], [1026, 60, 1025, 5, 1029, 1027, 0, 1023], 1, 65)
     with interpreted.programs_backwards():
         compare([1, 1], [63, 64], 1, 70)
 

@@ -75,10 +75,11 @@ def a_nan_row_shows() -> None:
 
 def main() -> None:
     packed_forms_agree("q8g64", 130, 16)
-    packed_forms_agree("bf16", 33, 10)
-    packed_forms_agree("f32", 64, 2)
+    if interpreted.WHOLE:
+        packed_forms_agree("bf16", 33, 10)
+        packed_forms_agree("f32", 64, 2)
+        company_changes_no_bit()
     bf16_queries()
-    company_changes_no_bit()
     a_nan_row_shows()
     interpreted.run_reference_tests("test_sparse_mla.py", without=("company", "256", "5-40", "16-33"))
 
