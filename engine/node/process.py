@@ -177,7 +177,13 @@ class Node:
                 await channel.close()
 
     def _apart(self, channel: TcpChannel, error: BaseException | None) -> None:
-        """A channel to a stage beside this one has ended; unless we parted, the head must join them anew."""
+        """A channel to a stage beside this one has ended; unless one of the two let go of it, the head must join them anew.
+
+        Who lets go does so because the head said so, or ends, which the head hears from there: told of it as of a loss, it would have the
+        stages part again, and hear of that.
+        """
+        if isinstance(error, PeerLost) and error.reason is Reason.CLOSED:
+            return
         if channel in (self._before, self._behind) and self._head is not None and error is not None:
             self._head.answering.tell(Apart(failure_of(error)))
 

@@ -3,9 +3,10 @@
     python -m tests.streams.wire NAME NAME SEED [WORD=NUMBER ...]
 
 Words: `delay_ms`, `jitter_ms`, `loss`, `twice`, `flip`, `late` (shares of packets; a late one is overtaken for `late_ms`), `bytes_per_s`
-of each direction. It gives each namespace a card `fb0`, says `ready`, and takes lines on standard input: `cut` (nothing passes), `cut 0`
-(nothing of the first's passes), `join`. Needs root and /dev/net/tun. It imitates latency, loss, duplicates, damage, reordering, slow lines
-with a queue of 100 ms, cables that are out. What befalls packets is drawn from the seed in their order, which the machines' speed decides.
+of each direction. A first name of `-` is the namespace it was started in. It gives each namespace a card `fb0`, says `ready`, and takes
+lines on standard input: `cut` (nothing passes), `cut 0` (nothing of the first's passes), `join`. Needs root and /dev/net/tun. It imitates
+latency, loss, duplicates, damage, reordering, slow lines with a queue of 100 ms, cables that are out. What befalls packets is drawn from
+the seed in their order, which the machines' speed decides.
 """
 
 import contextlib
@@ -26,9 +27,10 @@ _QUEUE_S = 0.1
 
 def card(name: str, place: int) -> int:
     """A descriptor of the packets of a new card in that namespace."""
-    with open(f"/run/netns/{name}") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+    if name != "-":
+        with open(f"/run/netns/{name}") as space:
+            if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", b"fb0", _IFF_TUN | _IFF_NO_PI))
     for words in (f"addr add 10.9.8.{place}/24 dev fb0", "link set lo up", "link set fb0 up"):

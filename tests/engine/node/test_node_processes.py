@@ -36,11 +36,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 class NodeProcess:
     """A node that the test starts again as systemd would."""
 
-    def __init__(self, checkpoint: Path, key: Path, host: str, before: tuple[str, ...] = ()) -> None:
+    def __init__(self, checkpoint: Path, key: Path, host: str, before: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = Address(host, free.getsockname()[1])
-        words = ["node", checkpoint, "--listen", self.address, "--stage", 0, "--stages", 2, "--key-file", key, "--peer-timeout", TIMEOUT_S]
+        words = ["node", checkpoint, "--listen", self.address, "--stage", 0, "--stages", 2, "--key-file", key, "--peer-timeout", timeout_s]
         words += ["--device", "cpu", "--row-format", "f32", "--append-chunk-rows", 64, "--host-memory", "64MiB", "--hot-rows", TOP_K]
         self._command = [*before, sys.executable, str(ROOT / "server.py"), *map(str, words), "--log-format", "json"]
         self.start()
@@ -82,8 +83,8 @@ def node(checkpoint: Path, key: Path) -> Iterator[NodeProcess]:
 
 @asynccontextmanager
 async def head_of(checkpoint: Path, key: Path, node: NodeProcess) -> AsyncIterator[Engine]:
-    cluster = ClusterConfig(nodes=(node.address,), key_file=str(key), peer_timeout_s=TIMEOUT_S)
-    async with asyncio.timeout(60), open_cluster(checkpoint, small(hot_rows=TOP_K), cluster) as engine:
+    cluster = ClusterConfig(nodes=(node.address,), key_file=str(key), peer_timeout_s=node.timeout_s)
+    async with asyncio.timeout(120), open_cluster(checkpoint, small(hot_rows=TOP_K), cluster) as engine:
         yield engine
 
 

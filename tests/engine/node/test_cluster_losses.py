@@ -1,0 +1,110 @@
+"""Who waits while a node is away, and a way that is cut between two nodes alone."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from engine.engine import Engine
+from engine.errors import NodeLost
+from streams import TcpChannel
+from tests.engine.model.parity import make_checkpoint
+from tests.engine.node.cluster_world import Cluster, cluster_of
+from tests.engine.node.test_cluster import NAME, TOP_K, ids, left_of, read, tokens, until_ready
+from tests.engine.runs import greedy, run, small
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+async def until_waiting(engine: Engine, count: int) -> None:
+    for _ in range(2000):
+        if engine.statistics().waiting == count:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"{engine.statistics().waiting} are waiting, not {count}")
+
+
+async def test_requests_in_line_go_on_waiting_through_a_loss(checkpoint: Path) -> None:
+    """While one request has all the memory of a node, two wait. The node goes, and the first with it; the two stay in line until it is
+    back, and then give the tokens of a run in which nothing happened, in their order. One that gives up meanwhile leaves the line."""
+    roomy = small(hot_rows=TOP_K, context_max=4096)
+    wanted = [(await run(checkpoint, roomy, [(ids(60 + number, number), 8)])).tokens for number in range(2)]
+    async with cluster_of(checkpoint, roomy, "2", node_config=replace(roomy, host_memory_bytes=1 << 18)) as (engine, cluster):
+        stage = cluster.nodes[0].stage
+        assert stage is not None
+        first = engine.generate(ids(100, 9), greedy(64 * stage.arena.statistics().blocks - 64 - 100))
+        await anext(first)
+        told: list[list[int]] = [[], [], []]
+        order: list[int] = []
+        generations = [engine.generate(ids(60 + number, number), greedy(8)) for number in range(3)]
+        waiting = [asyncio.ensure_future(read(generation, told[number])) for number, generation in enumerate(generations)]
+        for number, task in enumerate(waiting):
+            task.add_done_callback(lambda _, number=number: order.append(number))  # type: ignore[misc]
+        await until_waiting(engine, 3)
+        await cluster.nodes[0].stop()
+        with pytest.raises(NodeLost):
+            await read(first, [])
+        assert not engine.ready
+        await generations[2].aclose()
+        await until_waiting(engine, 2)
+        assert not any(task.done() for task in waiting[:2])
+        await cluster.nodes[0].start()
+        await until_ready(engine)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert told[:2] == wanted
+        assert not told[2]
+        assert order[-2:] == [0, 1]
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0)
+
+
+def way_of(cluster: Cluster) -> TcpChannel:
+    """The channel from the first node to the second."""
+    node = cluster.nodes[0].node
+    assert node is not None
+    assert node._behind is not None
+    return node._behind
+
+
+async def test_a_way_cut_between_two_nodes_costs_what_ran_and_nothing_else(checkpoint: Path) -> None:
+    """Both nodes live and reach the head, one another they do not: what runs ends, the stages are joined anew, and a session with
+    nothing in flight has its rows as they were, on every stage; the cut-off one is read again. No node was let go of, nothing is left."""
+    config = small(hot_rows=TOP_K)
+    whole = await run(checkpoint, config, [(ids(150, 1), 12), (ids(3, 2), 12)])
+    async with cluster_of(checkpoint, config, "1,1,2") as (engine, cluster):
+        idle, cut = await engine.create_session(), await engine.create_session()
+        assert await tokens(engine, idle, ids(150, 1), 12) == whole.tokens[:12]
+        stages, heads, way = (
+            [node.stage for node in cluster.nodes],
+            [node.node._head for node in cluster.nodes if node.node],
+            way_of(cluster),
+        )
+        generation, seen = engine.generate(ids(150, 1), greedy(64), session=cut), list[int]()
+        with capture_logs() as logs:
+            seen += (await anext(generation)).token_ids
+            way.connection.abort()
+            with pytest.raises(NodeLost):
+                await read(generation, seen)
+            assert not engine.ready
+            await until_ready(engine)
+        assert [log["session_id"] for log in logs if log["event"] == "session.recovered"] == [cut]
+        assert [node.stage for node in cluster.nodes] == stages
+        assert [node.node._head for node in cluster.nodes if node.node] == heads, "a head was met anew"
+        assert way_of(cluster) is not way
+        assert engine.sessions[idle].rows == 161, "rows must be made again"
+        assert engine.sessions[cut].rows == 0
+        assert await tokens(engine, idle, ids(3, 2), 12) == whole.tokens[12:]
+        assert seen[:12] == whole.tokens[: min(12, len(seen))]
+        again = await tokens(engine, cut, ids(3, 2), 6)
+        await engine.close_session(idle)
+        await engine.close_session(cut)
+        fresh = await engine.create_session()
+        assert again == await tokens(engine, fresh, [*ids(150, 1), *seen, *ids(3, 2)], 6)
+        await engine.close_session(fresh)
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0, 0)
