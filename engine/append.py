@@ -106,6 +106,11 @@ class AppendRun:
             yield from self._chunk_units(self._tokens[start : start + rows_max], last)
             self.done_rows = min(start + rows_max, len(self._tokens))
 
+    def everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
+        """Bring what was filled into a chunk that no layer made to wherever else the session's rows are. Returns what it ends behind."""
+        del chain, chunk
+        return done
+
     def expect(self, rows: int) -> None:
         """So many rows are to be appended in all, where `units` is not what yields them."""
         self._end = self._memory.counts.logical + rows

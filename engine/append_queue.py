@@ -17,7 +17,7 @@ from typing import Any
 from engine.append import AppendOutput, AppendRun
 from engine.append_scratch import Scratch
 from engine.joint import id_of
-from engine.pair_append import PairAppend, PairSyntheticRun
+from engine.pair_append import PairSyntheticRun, append_run
 from engine.request import Request
 from engine.scheduler import Turns
 from engine.stage import Stage
@@ -62,8 +62,8 @@ class AppendQueue:
         if history is None:
             first, own = memory.counts.logical, request.appended
             tokens = own if first + len(own) == len(session.tokens) else session.tokens[first:]  # a million are not copied
-            run, before = AppendRun if self._stage.peer is None else PairAppend, self._before(memory, session.id, len(tokens))
-            append = run(self._stage, memory, tokens, request.state, session.id, scratch, before)
+            before = self._before(memory, session.id, len(tokens))
+            append = append_run(self._stage, memory, tokens, request.state, session.id, scratch, before)
         else:
             made_up = SyntheticRun if self._stage.peer is None else PairSyntheticRun
             rest, before = session.tokens[history.rows :], self._before(memory, session.id, len(session.tokens))

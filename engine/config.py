@@ -69,8 +69,6 @@ class EngineConfig:
             raise BadSetting("mirror_replicas 2 needs a second device: give --peer, or use 1")
         if not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", self.stages):
             raise BadSetting(f"stages must be a count like 2, or layers a stage like 20,58, not {self.stages!r}")
-        if self.stages != "1" and self.peer:
-            raise BadSetting("stages of one process have no peer: give --peer or --stages, not both")
         choices = {
             "device": ("auto", "cpu", "cuda"), "placement": ("offload", "resident"), "mirror_replicas": (1, 2),
             "row_format": ("q8g64", "bf16", "f32"), "index_key_format": ("auto", "bf16", "f32", "e4m3"), "load_format": ("auto", "random"),

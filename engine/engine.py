@@ -30,8 +30,9 @@ from engine.local_stages import close_stages
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
 from engine.model.source import DTYPE_OF
+from engine.model.split import parts_of
 from engine.node.head import Head, HeadSetup
-from engine.opening import name_of, parts_of, stage_for, storing, tape_at
+from engine.opening import name_of, stage_for, storing, tape_at
 from engine.peer_opening import check_peer
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
@@ -110,8 +111,7 @@ class Engine:
             raise BadSetting("python -O removes the checks that protect the rows; run without it")
         config = config or EngineConfig()
         device = device_of(config)
-        peer = check_peer(device, config)
-        directory = Path(model)
+        peer, directory = check_peer(device, config), Path(model)
         load = functools.partial(
             load_model, directory, layers=None if cluster is None else cluster.stages[-1], load_format=config.load_format,
             dtype=DTYPE_OF[config.dtype], device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,

@@ -24,6 +24,8 @@ from engine.append_scratch import Scratch
 from engine.archive.checksums import weights_of
 from engine.batches import reach
 from engine.decode import DecodeStep
+from engine.pair_append import append_run
+from engine.pair_decode import decode_step
 from engine.protocol import SyntheticHistory
 from engine.stage import Stage
 from engine.stage_calls import Block, Carried, MemoryId, Standing, StepCall, StepShape
@@ -140,7 +142,7 @@ class LocalAppend:
 
     def fill(self, rows: int, history: SyntheticHistory) -> Event[Any]:
         """See FollowerAppend."""
-        self._fill = self._fill or HistoryFill(self._stage, history)
+        self._fill = self._fill or HistoryFill(self._stage, history, self._run.everywhere)
         return self._fill.chunk(self._memory, rows, self._memory.session_id)
 
     def stand(self, token: Tensor, event: Event[Any]) -> Event[None]:
@@ -280,7 +282,7 @@ class LocalFollower:
     def _bucket(self, shape: StepShape, arrived: Carried | None) -> _Bucket:
         found = self._buckets.get(shape)
         if found is None:
-            step = DecodeStep(self.stage, shape.places, shape.positions_max, shape.rows, arrived)
+            step = decode_step(self.stage, shape.places, shape.positions_max, shape.rows, arrived)
             table = StepTable(shape.places, self.stage.table_layout, self.stage.device)
             found = self._buckets[shape] = _Bucket(step, table)
         return found
@@ -290,7 +292,8 @@ class LocalFollower:
         if bucket.stood is not None:
             compute.wait(bucket.stood)
         write = bucket.table.rewrite([memory.table_row(rows) for memory, rows in zip(memories, call.rows, strict=True)])
-        after = () if bucket.step.recorded else self.stage.streams.fences()
+        after: tuple[Event[Any], ...] = () if bucket.step.recorded else self.stage.streams.fences()
+        after = (*after, *bucket.step.rewrite_peer(memories, call.rows, after=after))
         bucket.members = call.members
         bucket.written = compute.submit(write, label="table.rewrite", after=after)
         return bucket.written
@@ -324,7 +327,7 @@ class LocalFollower:
         if scratch is None:
             scratch = Scratch()
             self._scratch = ref(scratch)
-        run = AppendRun(self.stage, held, (), None, session, scratch)
+        run = append_run(self.stage, held, (), None, session, scratch)
         run.expect(rows)
         return LocalAppend(self.stage, held, run, self._out)
 

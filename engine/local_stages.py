@@ -49,7 +49,6 @@ def open_stages(
     cuts = cut_layers(config.stages, whole.config.layers)
     if len(cuts) == 1:
         return open_stage(whole, config, backend, context_max=context_max, peer=peer, progress=progress)
-    assert peer is None, "stages of one process have no peer"
     models, ledger = [stage_of(whole, layers) for layers in cuts], Ledger()
     rows_of = [len(model.row_layers) for model in models]
     with ExitStack() as undo:
@@ -57,7 +56,7 @@ def open_stages(
         for number, model in enumerate(models):
             opened = open_stage(
                 model, config, backend, name=f"stage{number}", context_max=context_max, progress=progress, ledger=ledger,
-                share=rows_of[number] / sum(rows_of), alone=False,
+                share=rows_of[number] / sum(rows_of), alone=False, peer=None if peer is None else peer.of(cuts[number]),
             )  # fmt: skip
             undo.callback(opened.close)
             stages.append(opened)

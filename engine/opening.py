@@ -3,24 +3,22 @@
 import asyncio
 import functools
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting
 from engine.local_stages import led, open_stages
 from engine.model.glm import Model
-from engine.model.split import PeerModel, Splitter, split_model
+from engine.model.split import PeerModel
 from engine.node.head import Head
 from engine.running_tape import RunningTape
 from engine.stage import Stage, open_stage
 from engine.stored import Storing
 from streams import Backend
 
-__all__ = ["name_of", "parts_of", "stage_for", "storing", "tape_at"]
+__all__ = ["name_of", "stage_for", "storing", "tape_at"]
 
 _log = structlog.get_logger("engine")
 
@@ -38,21 +36,6 @@ def name_of(directory: Path) -> str:
     return directory.absolute().resolve().name
 
 
-def parts_of(load: Callable[..., Model], weights: Model | None, peer: torch.device | None) -> tuple[Model, PeerModel | None]:
-    """The weights that `load` reads, unless some were loaded before: whole, or what the stage's device and its peer have of them.
-
-    Raises BadSetting: they cannot be cut; and what `load` raises.
-    """
-    if peer is None:
-        return weights or load(), None
-    if weights is not None:
-        assert weights.layers[0].mla.key_up.shape[0] == weights.config.heads, "a part of a model cannot be cut again"
-        return split_model(weights, peer)
-    splitter = Splitter(peer)
-    owner = load(part_of=splitter.take)
-    return owner, splitter.peer_of(owner)
-
-
 async def stage_for(
     weights: Model, config: EngineConfig, streams: Backend, context_max: int, peer: PeerModel | None = None, head: Head | None = None
 ) -> Stage:  # fmt: skip
@@ -61,9 +44,7 @@ async def stage_for(
     Args: head: of the nodes that have the stages before; None: all stages are here. Raises: BadSetting, NotAdmitted.
     """
     if head is not None:
-        if peer is not None:
-            raise BadSetting("a peer beside nodes is not built yet: leave out the peer, or the nodes")
-        return await _last_stage(weights, config, streams, context_max, head)
+        return await _last_stage(weights, config, streams, context_max, peer, head)
     if weights.device.type == "cpu":
         return open_stages(weights, config, streams, context_max=context_max, peer=peer)
     started = time.monotonic()
@@ -75,10 +56,12 @@ async def stage_for(
     return await asyncio.to_thread(open_stages, weights, config, streams, context_max=context_max, peer=peer, progress=told)
 
 
-async def _last_stage(weights: Model, config: EngineConfig, streams: Backend, context_max: int, head: Head) -> Stage:
+async def _last_stage(
+    weights: Model, config: EngineConfig, streams: Backend, context_max: int, peer: PeerModel | None, head: Head
+) -> Stage:  # fmt: skip
     """The head's own stage, behind those of the nodes."""
     name = f"stage{len(head.followers)}"
-    opening = functools.partial(open_stage, weights, config, streams, name=name, context_max=context_max, alone=False)
+    opening = functools.partial(open_stage, weights, config, streams, name=name, context_max=context_max, peer=peer, alone=False)
     own = opening() if weights.device.type == "cpu" else await asyncio.to_thread(opening)
     return led(own, head.followers, config)
 

@@ -21,7 +21,7 @@ from memory.append import AppendChunk
 from memory.session import SessionMemory
 from streams import Event
 
-__all__ = ["PairAppend", "PairSyntheticRun"]
+__all__ = ["PairAppend", "PairSyntheticRun", "append_run"]
 
 
 class PairAppend(AppendRun):
@@ -55,7 +55,7 @@ class PairAppend(AppendRun):
                 free = self._forwarded[each - 2 : each - 1] if each >= 2 else []
                 self._behind[each] = self._peer.fetch(self._chain, each, self._end, free)
         self._written = super()._submit_write(chunk, group, local)
-        key_layer = group if self._stage.main_groups[group][0] == local else None
+        key_layer = group if self._stage.model.layers[local].full else None
         self._peer.bring(self._chain, local, key_layer, self._written)
         self._last = self._written
         return self._written
@@ -63,7 +63,7 @@ class PairAppend(AppendRun):
     def _write(self, chunk: AppendChunk, local: int, group: int) -> None:
         super()._write(chunk, local, group)
         self._qr = self._qr.contiguous()  # what goes to the peer lies side by side
-        if self._stage.main_groups[group][0] == local:
+        if self._stage.model.layers[local].full:
             self._query, self._head_weights = self._query.contiguous(), self._head_weights.contiguous()
 
     def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
@@ -136,10 +136,20 @@ class PairAppend(AppendRun):
             done = self._peer.bring(self._chain, stage.mtp_layer, len(stage.main_groups), done)
         return super()._end_chunk(done)
 
+    def everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
+        """See AppendRun."""
+        self._peer.open(chain, chunk)
+        return self._peer.bring_all(chain, done)
+
 
 class PairSyntheticRun(SyntheticRun, PairAppend):
     """See SyntheticRun."""
 
-    def _everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
-        self._peer.open(chain, chunk)
-        return self._peer.bring_all(chain, done)
+
+def append_run(
+    stage: Stage, memory: SessionMemory, tokens: Sequence[int], sampling: SamplingState | None, session: str,
+    scratch: Scratch | None = None, before: Sequence[FollowerAppend] = (),
+) -> AppendRun:  # fmt: skip
+    """An append on as many devices as the stage has. Args: as `AppendRun`'s."""
+    kind = AppendRun if stage.peer is None else PairAppend
+    return kind(stage, memory, tokens, sampling, session, scratch, before)

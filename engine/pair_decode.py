@@ -40,15 +40,14 @@ def decode_step(stage: Stage, places: int, positions_max: int, rows: int, arrive
     """Steps of a bucket, on as many devices as the stage has. Args: arrived: see `DecodeStep`."""
     if stage.peer is None:
         return DecodeStep(stage, places, positions_max, rows, arrived)
-    assert arrived is None, "one of several stages has no peer"
-    return PairStep(stage, places, positions_max, rows)
+    return PairStep(stage, places, positions_max, rows, arrived)
 
 
 class PairStep(DecodeStep):
     """See DecodeStep."""
 
-    def __init__(self, stage: Stage, places: int, positions_max: int, rows: int = 1) -> None:
-        super().__init__(stage, places, positions_max, rows)
+    def __init__(self, stage: Stage, places: int, positions_max: int, rows: int = 1, arrived: Carried | None = None) -> None:
+        super().__init__(stage, places, positions_max, rows, arrived)
         assert stage.peer is not None, "a pair has a peer"
         config, device, count = stage.model.config, stage.device, places * rows
         self._peer = PeerStep(stage.peer, places, positions_max, rows)
@@ -59,7 +58,7 @@ class PairStep(DecodeStep):
         self._sum = torch.zeros((count, config.hidden), device=device)  # float32: the owner's part, then both
         self._fetched = torch.zeros((count, config.hidden), device=device)  # the peer's part
         self._chosen = Chosen.empty(config, count, device)
-        drafter = self._sampling_end.drafter
+        drafter = None if self._end is None else self._end.drafter
         if drafter is not None:
             drafter.peer = PeerDrafts(
                 stage.peer, self._peer_table, self._peer.scratch, places, count, device, stage.mtp_layer, len(stage.main_groups)
@@ -69,14 +68,28 @@ class PairStep(DecodeStep):
         self, table: StepTable, sampling: SamplingTable, *, session: str, after: Sequence[Event[Any]], keep_logits: bool
     ) -> StepEvents:
         """See DecodeStep."""
+        events = super().submit(table, sampling, session=session, after=self._behind_peer(after), keep_logits=keep_logits)
+        self._before_peer(events.done)
+        return events
+
+    def hand_on(self, table: StepTable, *, session: str, after: Sequence[Event[Any]]) -> Carried:
+        """See DecodeStep."""
+        carried = super().hand_on(table, session=session, after=self._behind_peer(after))
+        self._before_peer(carried.event)
+        return carried
+
+    def _behind_peer(self, after: Sequence[Event[Any]]) -> Sequence[Event[Any]]:
+        """What a step follows: a replay also what was submitted to the peer's compute stream before."""
+        peers = self._stage.streams.peer
+        assert peers is not None, "a pair has the peer's streams"
+        return (*after, peers.compute.submit(_nothing, label="fence")) if self.recorded else after
+
+    def _before_peer(self, done: Event[Any]) -> None:
+        """What is submitted to the peer's compute stream from now on follows a replay."""
         peers = self._stage.streams.peer
         assert peers is not None, "a pair has the peer's streams"
         if self.recorded:
-            after = (*after, peers.compute.submit(_nothing, label="fence"))
-        events = super().submit(table, sampling, session=session, after=after, keep_logits=keep_logits)
-        if self.recorded:
-            peers.compute.wait(events.done)
-        return events
+            peers.compute.wait(done)
 
     def rewrite_peer(
         self, memories: Sequence[SessionMemory], rows: Sequence[int], *, after: Sequence[Event[Any]]
@@ -114,27 +127,24 @@ class PairStep(DecodeStep):
         peers, peer = streams.peer, self._peer
         assert peers is not None, "a pair has the peer's streams"
         copies, full = self._stage.rounds.copies, layers[0]
-        asked = (self._asked_keys, self._asked_weights)
+        makes = self._stage.model.layers[full].full
+        asked = (self._asked_keys, self._asked_weights) if makes else ()
         keyed = chain.submit(
             streams.compute, partial(self._key_both, full, group), label=f"group.{group}.key", reads=(self._u,), writes=(self._qr, *asked)
         )
         chain.submit(
-            peers.selection, partial(peer.rows.bring, full, group), label=f"group.{group}.replica", after=(keyed, self._peer_begun)
-        )
-        chosen = chain.submit(
-            peers.selection, partial(self._choose_peer, group), label=f"group.{group}.peer.choose", reads=asked,
-            writes=peer.rows.candidates.buffers,
-        )  # fmt: skip
-        chain.submit(
-            streams.selection, partial(self._choose, group, table), label=f"group.{group}.choose", after=(keyed,), reads=asked,
-            writes=self._own.buffers,
+            peers.selection, partial(peer.rows.bring, full, group if makes else None), label=f"group.{group}.replica",
+            after=(keyed, self._peer_begun),
         )  # fmt: skip
         plan, its = self._plans[group], peer.plans[group]
-        selected = chain.submit(
-            streams.selection, partial(self._merge, group, table), label=f"group.{group}.plan", after=(chosen,),
-            reads=(*self._own.buffers, *peer.rows.candidates.buffers),
-            writes=(*self._arrived.buffers, plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
-        )  # fmt: skip
+        if makes:
+            selected = self._issue_choice(chain, streams, table, group, keyed)
+        else:
+            assert self._begun_with is not None, "a group without its full layer began on the stage before"
+            selected = chain.submit(
+                streams.selection, partial(self._go_on, self._begun_with, table), label=f"group.{group}.plan", after=(keyed,),
+                reads=(self._begun_with,), writes=(plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
+            )  # fmt: skip
         found = chain.submit(
             peers.selection, partial(self._plan_peer, group), label=f"group.{group}.peer.plan", after=(selected,), reads=(plan.selection,),
             writes=(its.selection, its.slot, its.fill, its.miss, its.source),
@@ -149,6 +159,25 @@ class PairStep(DecodeStep):
         for place, layer in enumerate(layers):
             behind = (selected, found) if place == 0 else ()
             self._issue_layer(chain, streams, table, group, place, layer, keyed, behind)
+
+    def _issue_choice(self, chain: Chain, streams: StageStreams, table: StepTable, group: int, keyed: Event[Any]) -> Event[Any]:
+        """Submit the selection, of both devices' keys, and the owner's plan of it; returns its event."""
+        peers, peer, plan = streams.peer, self._peer, self._plans[group]
+        assert peers is not None, "a pair has the peer's streams"
+        asked = (self._asked_keys, self._asked_weights)
+        chosen = chain.submit(
+            peers.selection, partial(self._choose_peer, group), label=f"group.{group}.peer.choose", reads=asked,
+            writes=peer.rows.candidates.buffers,
+        )  # fmt: skip
+        chain.submit(
+            streams.selection, partial(self._choose, group, table), label=f"group.{group}.choose", after=(keyed,), reads=asked,
+            writes=self._own.buffers,
+        )  # fmt: skip
+        return chain.submit(
+            streams.selection, partial(self._merge, group, table), label=f"group.{group}.plan", after=(chosen,),
+            reads=(*self._own.buffers, *peer.rows.candidates.buffers),
+            writes=(*self._arrived.buffers, plan.selection, plan.slot, plan.fill, plan.miss, plan.source),
+        )  # fmt: skip
 
     def _issue_layer(
         self, chain: Chain, streams: StageStreams, table: StepTable, group: int, place: int, layer: int, keyed: Event[Any],
@@ -209,11 +238,14 @@ class PairStep(DecodeStep):
     # the owner's work
 
     def _key_both(self, full: int, group: int) -> None:
-        """Row and key written, and what both devices ask their keys with."""
+        """Row and key written, and what both devices ask their keys with, where the layer makes a selection."""
+        if not self._stage.model.layers[full].full:
+            return self._write(full, 0, None)
         self._write(full, 0, group)
         assert self._head_weights is not None, f"layer {full} makes a selection"
         self._asked_keys.copy_(self._ask_keys(full))
         self._asked_weights.copy_(self._head_weights)
+        return None
 
     def _choose(self, group: int, table: StepTable) -> None:
         own_candidates(

@@ -56,9 +56,10 @@ def _reach(owner: torch.device, peer: torch.device) -> None:
 
 def open_peer(
     model: PeerModel, config: EngineConfig, layout: BlockLayout, streams: StageStreams, owner: Offload | Resident, host_bytes: int,
-    pool_of: Callable[[torch.device, int | None, Ledger], Pool],
+    pool_of: Callable[[torch.device, int | None, Ledger], Pool], share: float = 1.0,
 ) -> tuple[PeerStage, PairPlacement]:  # fmt: skip
-    """Args: streams: the stage's. owner: the first device's placement. host_bytes: of the peer's mirror, if it has one.
+    """Args: streams: the stage's. owner: the first device's placement. host_bytes: of the peer's mirror, if it has one. share: of what the
+    peer's memory gives.
 
     Raises: ArenaFull, RegistrationRefused: the host cannot give the second mirror.
     """
@@ -68,7 +69,8 @@ def open_peer(
     if config.mirror_replicas == 2:
         arena = Arena(layout, host_bytes, ledger, registration=registration_for(device))
     store_of = partial(FollowedBlocks, owner.arena) if arena is None else None
-    pool = pool_of(device, device_budget(device), ledger)
+    budget = device_budget(device)
+    pool = pool_of(device, None if budget is None else int(share * budget), ledger)
     placement = placement_of(config, model.config, layout, arena or owner.arena, pool, PEER_SHARE, store_of)
     copyback = (FollowingCopyback if arena is None else Copyback)(streams.peer.copyback)
     groups = layout.groups

@@ -173,7 +173,7 @@ def open_stage(
         budget = device_budget(device)
         pool = pool_of(device, None if budget is None else int(share * budget), ledger)
         own = placement_of(config, facts, layout, arena, pool, WHOLE if peer is None else OWNER_SHARE)
-        pair = None if peer is None else open_peer(peer, config, layout, streams, own, host_bytes, pool_of)
+        pair = None if peer is None else open_peer(peer, config, layout, streams, own, host_bytes, pool_of, share)
     except (ArenaFull, RegistrationRefused) as error:
         raise NotAdmitted(str(error)) from error
     return Stage(

@@ -111,7 +111,7 @@ class SyntheticRun(AppendRun):
     ) -> None:  # fmt: skip
         super().__init__(stage, memory, tokens, sampling, session, scratch, before)
         self._history = history
-        self._fill = HistoryFill(stage, history, self._everywhere)
+        self._fill = HistoryFill(stage, history, self.everywhere)
         self.done_rows = -history.rows  # these count as rows that the session had
 
     def units(self) -> Iterator[Unit]:
@@ -129,19 +129,12 @@ class SyntheticRun(AppendRun):
         ends.append(self._fill.chunk(self._memory, rows, self._session))
         return ends[0] if len(ends) == 1 else self._stage.joined(ends, label="history.ends", session=self._session)
 
-    def _everywhere(self, chain: Chain, chunk: AppendChunk, done: Event[Any]) -> Event[Any]:
-        """Bring what was filled to wherever else the session's rows are. Returns what the chunk ends behind."""
-        del chain, chunk
-        return done
-
 
 class HistoryFill:
     """The part of a made-up history that one stage has."""
 
-    def __init__(
-        self, stage: Stage, history: SyntheticHistory, everywhere: Callable[[Chain, AppendChunk, Event[Any]], Event[Any]] | None = None
-    ) -> None:
-        """Args: everywhere: brings what was written to other devices; None: there are none."""
+    def __init__(self, stage: Stage, history: SyntheticHistory, everywhere: Callable[[Chain, AppendChunk, Event[Any]], Event[Any]]) -> None:
+        """Args: everywhere: `AppendRun.everywhere`."""
         self._stage, self._history, self._brought = stage, history, everywhere
         self._layers: Tensor | None = None  # [layers] int64, on the device, the model's numbers; made on the stream that uses it
         self._full_layers: Tensor | None = None  # [groups], likewise
@@ -154,7 +147,7 @@ class HistoryFill:
         try:
             for label, work in (("rows", self._fill_rows), ("keys", self._fill_keys), ("hidden", partial(self._fill_hidden, memory))):
                 events.append(chain.submit(streams.compute, partial(work, chunk), label=f"history.{label}"))
-            done = events[-1] if self._brought is None else self._brought(chain, chunk, events[-1])
+            done = self._brought(chain, chunk, events[-1])
         except BaseException:
             chunk.abandon(events)
             raise

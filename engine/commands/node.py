@@ -39,8 +39,6 @@ def run(invocation: Invocation) -> int:
     cluster, directory, key = settings.cluster, settings.model_directory(), key_of(settings.cluster)
     if cluster.listen is None:
         raise BadSetting("no address: say where the node listens with --listen host:port")
-    if settings.engine.peer:
-        raise BadSetting("a node's stage has no peer yet: leave out --peer")
     address = cluster.listen
     logs.configure(settings.server.log_format)
     from engine.local_stages import cut_layers

@@ -11,6 +11,7 @@ Invariants:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -29,7 +30,7 @@ from kernels.linear.group_int import GroupInt, chunk_units_of
 from kernels.moe import experts
 from kernels.rope import rope_table
 
-__all__ = ["PeerExperts", "PeerLayer", "PeerModel", "Splitter", "split_model"]
+__all__ = ["PeerExperts", "PeerLayer", "PeerModel", "Splitter", "parts_of", "split_model"]
 
 
 W = TypeVar("W", bound=Weight)
@@ -83,6 +84,11 @@ class PeerModel:
     def heads(self) -> int:
         """Of each layer."""
         return self.layers[0].heads.key_up.shape[0]
+
+    def of(self, layers: range) -> "PeerModel":
+        """The peer's part of one stage, of a model that is whole: the same weights, none of them copied."""
+        assert len(self.layers) == self.config.layers, "not a whole model"
+        return replace(self, layers=self.layers[layers.start : layers.stop])
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `Model.rope`."""
@@ -169,6 +175,21 @@ def split_model(model: Model, device: torch.device) -> tuple[Model, PeerModel]:
     """A model that was loaded whole, on two devices; the given one stays whole. Raises BadSetting: it cannot be cut."""
     splitter = Splitter(device)
     owner = replace(model, layers=[splitter.take(layer) for layer in model.layers])
+    return owner, splitter.peer_of(owner)
+
+
+def parts_of(load: Callable[..., Model], weights: Model | None, peer: torch.device | None) -> tuple[Model, PeerModel | None]:
+    """The weights that `load` reads, unless some were loaded before: whole, or what the stage's device and its peer have of them.
+
+    Raises BadSetting: they cannot be cut; and what `load` raises.
+    """
+    if peer is None:
+        return weights or load(), None
+    if weights is not None:
+        assert weights.layers[0].mla.key_up.shape[0] == weights.config.heads, "a part of a model cannot be cut again"
+        return split_model(weights, peer)
+    splitter = Splitter(peer)
+    owner = load(part_of=splitter.take)
     return owner, splitter.peer_of(owner)
 
 

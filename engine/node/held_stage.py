@@ -16,8 +16,10 @@ from engine.device import device_of, streams_of
 from engine.follower import LocalFollower
 from engine.model.glm import load_model
 from engine.model.source import DTYPE_OF
+from engine.model.split import parts_of
 from engine.node import calls
 from engine.node.passage import Form, Passage
+from engine.peer_opening import check_peer
 from engine.protocol import Progress
 from engine.stage import open_stage
 from streams import ChannelLimits, Stream
@@ -67,11 +69,13 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
         load_model, setup.model, layers=setup.stages[setup.stage], load_format=config.load_format, dtype=DTYPE_OF[config.dtype],
         device=device, latent_norm_eps=config.latent_norm_eps, progress=progress,
     )  # fmt: skip
-    weights = await asyncio.to_thread(load)
-    backend = streams_of(device, None)
+    peer = check_peer(device, config)
+    weights, peers = await asyncio.to_thread(parts_of, load, None, peer)
+    backend = streams_of(device, None, peer=peer)
     facts = weights.config
     context_max = min(config.context_max or facts.context_max, facts.context_max)
-    opening = functools.partial(open_stage, weights, config, backend, name=f"stage{setup.stage}", context_max=context_max, alone=False)
+    name = f"stage{setup.stage}"
+    opening = functools.partial(open_stage, weights, config, backend, name=name, context_max=context_max, peer=peers, alone=False)
     stage = opening() if device.type == "cpu" else await asyncio.to_thread(opening)  # registering host memory takes a while
     picks = facts.top_k if weights.cuts_group else 0
     begun = 0 if weights.layers[0].full else facts.top_k
@@ -84,5 +88,4 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
         )  # fmt: skip
     finally:
         await backend.close()
-        stage.placement.close()
-        stage.arena.close()
+        stage.close()

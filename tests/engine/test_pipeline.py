@@ -172,7 +172,7 @@ def test_weights_are_shared(checkpoint: Path) -> None:
 async def test_micro_batches_change_no_bit(checkpoint: Path, stages: str) -> None:
     """Sessions that join and leave are spread over as many lanes as there are stages; steps of several are in flight at once, none of one
     session, and each gives what it gives alone in one stage."""
-    made = guests(3, 7, int(named(NAME).config["vocab_size"]), rows_max=80, tokens_max=10)
+    made = guests(3, 7, int(named(NAME).config["vocab_size"]), rows_max=80, tokens_max=40)
     settings = {"row_format": "q8g64", "hot_rows": TOP_K, "append_chunk_rows": 64, "prefix_cache": "off", "append_gap": 1000.0}
     async with Engine.open(checkpoint, small(**{**settings, "stages": stages, "micro_batches": int(stages)})) as engine:
         await check_company(engine, made)

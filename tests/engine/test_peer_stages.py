@@ -1,0 +1,165 @@
+"""Several stages, each on two devices: the bits of one stage on two devices, and the same bytes on both devices of every stage."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import SessionBroken
+from engine.follower import LocalMemory
+from engine.joint import JointMemory
+from engine.protocol import SyntheticHistory
+from memory.replica import PairSession, verify_replica
+from streams import Backend, Fault, SeededOrder, VirtualBackend
+from tests.engine.model.parity import make_checkpoint
+from tests.engine.node.cluster_world import cluster_of
+from tests.engine.node.test_cluster import until_ready
+from tests.engine.runs import Run, collect, greedy, run
+from tests.engine.test_engine_exactness import NAME, TOP_K, ids
+from tests.engine.test_peer import peered
+
+slow, long = pytest.mark.slow, pytest.mark.long
+TURNS = [(ids(70, 1), 6), (ids(3, 2), 5)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+async def check_pairs(engine: Engine) -> int:
+    """Compare owner's and peer's bytes of every session on every stage, with nothing in flight. Returns how many pairs there were."""
+    checked = 0
+    for memory in engine.memories.values():
+        await memory.operations.settle()
+        assert isinstance(memory, JointMemory)
+        held = [(memory.own, engine.stage.layout)]
+        for part, stage in zip(memory.parts, engine.stage.before, strict=True):
+            assert isinstance(part, LocalMemory)
+            await part.memory.operations.settle()
+            held.append((part.memory, stage.layout))
+        for each, layout in held:
+            assert isinstance(each, PairSession)
+            each.check_integrity()
+            verify_replica(each, layout)
+            checked += 1
+    return checked
+
+
+async def spoken(model: Path, config: EngineConfig, turns: Sequence[tuple[Sequence[int], int]], backend: Backend | None = None) -> Run:
+    """Turns in one session, bytes compared behind every one."""
+    result = Run()
+    async with Engine.open(model, config, backend=backend) as engine:
+        session = await engine.create_session()
+        for prompt, tokens in turns:
+            async for chunk in engine.generate(list(prompt), greedy(tokens), session=session):
+                result.tokens.extend(chunk.token_ids)
+                result.logits.extend(chunk.logits)
+            assert await check_pairs(engine) == 1 + len(engine.stage.before)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings"),
+    [
+        ("2", {"draft_depth": 1}),  # cut inside a group
+        pytest.param("1,3", {"placement": "resident", "append_chunk_rows": 17}, marks=slow),
+        pytest.param("4", {"mirror_replicas": 2, "draft_depth": 3, "graphs": "on", "row_format": "q8g64"}, marks=slow),
+        pytest.param("2", {"graphs": "on", "mirror_replicas": 2}, marks=slow),
+        pytest.param("3,1", {"draft_depth": 3, "append_chunk_rows": 17}, marks=long),
+        pytest.param("4", {"append_chunk_rows": 16, "placement": "resident", "graphs": "on"}, marks=long),
+    ],
+)
+async def test_any_cut_gives_the_bits_of_one_pair(checkpoint: Path, stages: str, settings: dict[str, object]) -> None:
+    """Even and uneven cuts, inside a group too: tokens and logits of one stage with a peer, to the bit."""
+    one = await run(checkpoint, peered(**settings), TURNS)
+    assert (await spoken(checkpoint, peered(stages=stages, **settings), TURNS)).same_bits(one)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=slow), *(pytest.param(seed, marks=long) for seed in range(2, 8))])
+async def test_interleavings_of_four_devices(checkpoint: Path, seed: int) -> None:
+    """Under each seed the same: nothing of one device or stage is read before another has written it."""
+    config = peered(stages="2", draft_depth=seed % 4, mirror_replicas=1 + seed % 2)
+    one = await run(checkpoint, peered(draft_depth=seed % 4), TURNS)
+    backend = VirtualBackend(seed)
+    found = await spoken(checkpoint, config, TURNS, backend)
+    await backend.close()
+    assert found.same_bits(one)
+
+
+@pytest.mark.parametrize("label", [pytest.param("group.0.replica", marks=slow), *(pytest.param(each, marks=long) for each in (
+    "layer.0.peer.attend", "append.0.replica", "append.1.peer.forward", "peer.table.rewrite"))])  # fmt: skip
+async def test_a_failed_operation_breaks_its_session_only(checkpoint: Path, label: str) -> None:
+    """Of any stage's peer: the request ends with SessionBroken, another says its usual tokens on equal bytes, nothing is left in flight."""
+    usual = await spoken(checkpoint, peered(stages="2"), [(ids(70, 3), 3)])
+    backend = VirtualBackend(SeededOrder(1, faults=(Fault(label, nth=1),)))
+    async with Engine.open(checkpoint, peered(stages="2", prefix_cache="off"), backend=backend) as engine:
+        broken = 0
+        for _ in range(2):
+            try:
+                await collect(engine, [(ids(80, 1), 8)])
+            except SessionBroken:
+                broken += 1
+        assert broken == 1, f"{label} failed {broken} times"
+        session = await engine.create_session()
+        said = [token async for chunk in engine.generate(ids(70, 3), greedy(3), session=session) for token in chunk.token_ids]
+        assert await check_pairs(engine) >= 2
+    await backend.close()
+    assert said == usual.tokens
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=slow), pytest.param(2, marks=long)])
+async def test_forks_cuts_archives_and_made_up_histories(checkpoint: Path, replicas: int, tmp_path: Path) -> None:
+    """What happens to sessions happens on both devices of every stage; one that came back from its archive says what it would have said."""
+    async with Engine.open(checkpoint, peered(stages="2", draft_depth=1, mirror_replicas=replicas)) as engine:
+        session = await engine.create_session()
+        await _said(engine, session, ids(140, 5), 9)
+        fork = await engine.fork_session(session, 100)
+        assert await check_pairs(engine) == 4
+        await engine.truncate_session(fork, 70)
+        assert await check_pairs(engine) == 4
+        async with engine.generate(ids(5, 6), greedy(20), session=fork) as left:
+            async for _ in left:
+                break
+        await engine.export_session(session, tmp_path / "kept")
+        again = await engine.import_session(tmp_path / "kept")
+        assert await check_pairs(engine) == 6
+        assert await _said(engine, session, ids(4, 7), 6) == await _said(engine, again, ids(4, 7), 6)
+        made_up = await engine.create_session()
+        history = SyntheticHistory(seed=7, rows=300)
+        async for _ in engine.generate(ids(3, 1), greedy(4), session=made_up, history=history):
+            pass
+        assert await check_pairs(engine) == 8
+
+
+async def _said(engine: Engine, session: str, prompt: list[int], count: int) -> list[int]:
+    return [token async for chunk in engine.generate(prompt, greedy(count), session=session) for token in chunk.token_ids]
+
+
+@slow
+async def test_pairs_on_nodes_give_the_bits_of_one_pair(checkpoint: Path) -> None:
+    """The head and its node with two devices each, and so after the node was lost; only the head with two: one device's tokens."""
+    config = peered(draft_depth=1)
+    one = await run(checkpoint, config, TURNS)
+    async with cluster_of(checkpoint, config, "2") as (engine, cluster):
+        assert (await collect(engine, TURNS)).same_bits(one)
+        await cluster.nodes[0].stop()
+        await cluster.nodes[0].start()
+        await until_ready(engine)
+        assert (await collect(engine, TURNS)).same_bits(one)
+        stage = cluster.nodes[0].stage
+        assert stage is not None
+        assert stage.peer is not None
+    async with cluster_of(checkpoint, config, "2", node_config=EngineConfig(**{**_fields(config), "peer": ""})) as (engine, _):
+        assert (await collect(engine, TURNS)).tokens == one.tokens
+
+
+def _fields(config: EngineConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def test_top_k_is_small_enough_to_miss() -> None:
+    """The hot caches of these tests hold one selection: rows come from RAM."""
+    assert peered().hot_rows == TOP_K
