@@ -169,29 +169,67 @@ async def test_sessions_of_different_depths_share_steps(checkpoint: Path, monkey
     assert counts.accepted[0] > 0
 
 
+Left = tuple[list[tuple[int, ...]], tuple[int, ...]]
+
+
+async def left_by(engine: Engine) -> Left:
+    """What sessions between two turns hold: of each its rows, those in RAM, in the ring and in the hot cache, blocks and bytes of RAM; and
+    of all of them the arena's blocks and references. Not bytes of the device: room for the rows of a step is more with drafts."""
+    await engine._loop.wait_idle()
+    for memory in engine.memories.values():
+        await memory.operations.settle()
+        memory.check_integrity()
+    each = sorted(
+        (one.tokens, one.rows, one.mirrored_rows, one.ring_rows, one.hot_rows, one.blocks, one.host_bytes)
+        for one in engine.instruments.tiers("", 100)
+    )
+    arena = engine.stage.arena.statistics()
+    return each, (arena.blocks, arena.free, arena.references)
+
+
+async def converse(engine: Engine, turns: list[tuple[list[int], int]]) -> Run:
+    """As `collect`, in a session that stays."""
+    session, result = await engine.create_session(), Run()
+    for prompt, tokens in turns:
+        result.context.extend(prompt)
+        async for chunk in engine.generate(prompt, sampled(tokens, 0.0, 0), session=session):
+            result.tokens.extend(chunk.token_ids)
+            result.context.extend(chunk.token_ids)
+            result.logits.extend(chunk.logits)
+    return result
+
+
 @pytest.mark.parametrize("sessions", [3, 4, 5])
 async def test_as_many_sessions_as_rows(checkpoint: Path, sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many sessions as a step has drafts, one more, two more: nothing takes the one number for the other."""
+    """As many sessions as a step has drafts, one more, two more: nothing takes the one number for the other, and rows, places in ring and
+    hot cache, blocks and bytes of RAM are at the end what they are without drafts."""
     turns = [[(ids(20 + 9 * number, number), 12)] for number in range(sessions)]
     async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
-        alone = [await collect(engine, one) for one in turns]
+        alone = [await converse(engine, one) for one in turns]
+        left = await left_by(engine)
     rng = some(sessions)
     guess_right(monkeypatch, [one.context for one in alone], lambda _, drafts: rng.choice((0, 1, drafts)), VOCABULARY)
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, draft_depth=3)) as engine:
-        together = await asyncio.gather(*(collect(engine, one) for one in turns))
+        together = await asyncio.gather(*(converse(engine, one) for one in turns))
         assert engine.statistics().steps < sessions * 11
+        assert await left_by(engine) == left
+    assert len(left[0]) == sessions
     assert all(one.same_bits(other) for one, other in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("tail", [1, 3, 4, 5])
 async def test_a_short_prompt_beside_verifying_sessions(checkpoint: Path, tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn of about as many tokens as a step has rows is appended, never verified, while another session's drafts are judged."""
+    """A turn of about as many tokens as a step has rows is appended, never verified, while another session's drafts are judged; what both
+    hold at the end is what they hold without drafts."""
     turns = [[(ids(40, 1), 4), (ids(tail, 2), 12)], [(ids(50, 3), 30)]]
-    alone = [await run(checkpoint, small(hot_rows=TOP_K), one) for one in turns]
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+        alone = [await converse(engine, one) for one in turns]
+        left = await left_by(engine)
     rng = some(tail)
     guess_right(monkeypatch, [one.context for one in alone], lambda _, drafts: rng.choice((0, 1, drafts)), VOCABULARY)
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, draft_depth=3)) as engine:
-        together = await asyncio.gather(*(collect(engine, one) for one in turns))
+        together = await asyncio.gather(*(converse(engine, one) for one in turns))
+        assert await left_by(engine) == left
     assert all(one.same_bits(other) for one, other in zip(together, alone, strict=True))
 
 
