@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# All that two cards of one host are to show: owner and peer, two mirrors, two nodes over loopback, many sessions. A step each, with its JSON
+# and its log in a folder; a step that fails is said, and the others go on. Exit status: how many failed.
+#
+#     bash docs/benchmarks/two_cards.sh OUT [tests decode million replicas gate drafts nodes many ...]
+#
+# FOREBAY: the command (.venv/bin/forebay). SMALL=1: the packaged model and short histories on the CPU, to try these lines.
+set -uo pipefail
+OUT=${1:?a folder for the results}
+shift
+STEPS=${*:-tests decode million replicas gate drafts nodes many}
+FOREBAY=${FOREBAY:-.venv/bin/forebay}
+PYTHON=${PYTHON:-.venv/bin/python}
+mkdir -p "$OUT"
+
+if [ -n "${SMALL:-}" ]; then
+    MODEL="--demo --device cpu --host-memory 512MiB" PEER="--peer cpu" LAYERS=2
+    HISTORY="--history synthetic:7:700 --prompt-tokens 60" MILLION="--history synthetic:7:900 --prompt-tokens 60" NEW=12
+    ROOM="" ROOM_MILLION="" MANY="--sessions 2 --rows 300 --new-tokens 160 --alone-tokens 4 --warmup-tokens 2" MANY_MODEL=$MODEL
+else
+    MODEL="glm-5.3-slice --load-format random --device cuda --force-miss-rate 0.01" PEER="--peer cuda:1" LAYERS=2
+    HISTORY="--history synthetic:7:49000 --prompt-tokens 1023" MILLION="--history synthetic:7:1047200" NEW=1024
+    ROOM="--host-memory 2GiB --context-max 65536" ROOM_MILLION="--host-memory 10GiB"
+    MANY="--sessions 30 --rows 1047552 --new-tokens 1024 --host-memory 200GiB"
+    MANY_MODEL="glm-5.3-slice-8 --load-format random --device cuda --force-miss-rate 0.01 --hot-rows 32768"
+fi
+
+decode() { # one card, then two, at 50,000 rows: tokens and steps of both placements
+    $FOREBAY bench decode $MODEL $ROOM $HISTORY --placements resident,offload --new-tokens "$NEW" --json "$OUT/one_50k.json" &&
+        $FOREBAY bench decode $MODEL $PEER $ROOM $HISTORY --placements resident,offload --new-tokens "$NEW" --json "$OUT/pair_50k.json"
+}
+
+million() { # the same at a million rows
+    $FOREBAY bench decode $MODEL $ROOM_MILLION $MILLION --placements offload --new-tokens "$NEW" --json "$OUT/one_1m.json" &&
+        $FOREBAY bench decode $MODEL $PEER $ROOM_MILLION $MILLION --placements resident,offload --new-tokens "$NEW" --json "$OUT/pair_1m.json"
+}
+
+replicas() { # a mirror a card: twice the host memory for as many rows
+    $FOREBAY bench decode $MODEL $PEER --mirror-replicas 2 $ROOM $HISTORY --placements offload --new-tokens "$NEW" --json "$OUT/mirrors_50k.json"
+}
+
+gate() {
+    $FOREBAY gate $MODEL $PEER $ROOM $HISTORY --new-tokens "$NEW" --pairs 3 --null-pairs 1 --json "$OUT/gate.json"
+}
+
+drafts() {
+    $FOREBAY gate $MODEL $PEER $ROOM $HISTORY --new-tokens "$NEW" --pairs 3 --null-pairs 1 --draft-depth 3 --force-accept-rate 0.65 \
+        --json "$OUT/gate_drafts.json"
+}
+
+many() { # as many sessions as fit, a million rows each, over one mirror
+    $FOREBAY bench sessions $MANY_MODEL $PEER $MANY --json "$OUT/many.json"
+}
+
+nodes() { # two stages of one card each, as two processes over loopback: a load, and the answers of one process
+    local key=$OUT/key one=7183 head=8183 alone=8184 pids=() failed=0
+    head -c 24 /dev/urandom | base64 >"$key"
+    CUDA_VISIBLE_DEVICES=1 $FOREBAY node $MODEL $ROOM --listen "127.0.0.1:$one" --stage 0 --stages "$LAYERS" --key-file "$key" &
+    pids+=($!)
+    CUDA_VISIBLE_DEVICES=0 $FOREBAY serve $MODEL $ROOM --nodes "127.0.0.1:$one" --stages "$LAYERS" --key-file "$key" --port "$head" &
+    pids+=($!)
+    answers "$head" two || failed=1
+    $FOREBAY bench serve --port "$head" --sessions 4 --concurrency 2 --new-tokens "$NEW" --json "$OUT/nodes_serve.json" || failed=1
+    kill "${pids[@]}" && wait "${pids[@]}"
+    CUDA_VISIBLE_DEVICES=0 $FOREBAY serve $MODEL $ROOM --port "$alone" &
+    pids=($!)
+    answers "$alone" one || failed=1
+    $FOREBAY bench serve --port "$alone" --sessions 4 --concurrency 2 --new-tokens "$NEW" --json "$OUT/alone_serve.json" || failed=1
+    kill "${pids[@]}" && wait "${pids[@]}"
+    cmp "$OUT/answer_one.json" "$OUT/answer_two.json" || failed=1
+    return $failed
+}
+
+answers() { # the token ids that a server answers with, once it is ready
+    $PYTHON - "$1" "$NEW" >"$OUT/answer_$2.json" <<'EOF'
+import json, sys, time, urllib.error, urllib.request
+
+root, new = f"http://127.0.0.1:{sys.argv[1]}", int(sys.argv[2])
+for _ in range(300):
+    try:
+        urllib.request.urlopen(root + "/ready")
+        break
+    except (urllib.error.URLError, ConnectionError):
+        time.sleep(1)
+body = {"prompt": [3 + 7 * place % 89 for place in range(300)], "max_tokens": new, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+request = urllib.request.Request(root + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request))["choices"][0]["token_ids"])
+EOF
+}
+
+tests() { # all skipped is no result
+    [ -n "${SMALL:-}" ] || $PYTHON -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)' || { echo "there are no two cards"; return 1; }
+    $PYTHON -m pytest -q -m gpu -p no:benchmark tests/engine/test_two_cards.py
+}
+
+failed=0
+for step in $STEPS; do
+    begun=$SECONDS
+    if "$step" >"$OUT/$step.log" 2>&1; then said=done; else said=FAILED failed=$((failed + 1)); fi
+    echo "$step: $said after $((SECONDS - begun)) s ($OUT/$step.log)"
+done
+exit $failed
