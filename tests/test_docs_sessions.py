@@ -91,6 +91,7 @@ async def test_the_commands_answer_what_the_page_says(tmp_path: Path) -> None:
     assert all(word in PAGE for word in ("/fork", "/truncate", "/export", "/import", "cached_tokens", "DELETE"))
 
 
+@pytest.mark.slow
 async def test_the_library_example_runs() -> None:
     """The page's program ends well and prints both sessions."""
     (example,) = [text for kind, text in BLOCKS if kind == "python"]

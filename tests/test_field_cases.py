@@ -196,9 +196,11 @@ def test_short_chunks_beside_decoding_sessions(bench: Bench, rows: int) -> None:
 
 # Long enough that all decode together, though their prompts are read one after another.
 THREE = [Script("a", (Turn(9, 90, 24),)), Script("b", (Turn(5, 84, 25),)), Script("c", (Turn(66, 70, 26),))]
+ORDERS = list(itertools.permutations(range(3)))[1::2]
 BRIEF = Script("d", (Turn(3, 60, 27),))  # the first to leave, when it comes first
 
 
+@pytest.mark.slow
 def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step of four rows ran for three requests: the fourth kept last step's positions, and its row landed in a freed block.
 
@@ -230,7 +232,7 @@ def test_batch_of_three_in_a_bucket_of_four(bench: Bench, monkeypatch: pytest.Mo
     play(bench, three)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1::2])
+@pytest.mark.parametrize("order", [pytest.param(order, marks=pytest.mark.slow if place else ()) for place, order in enumerate(ORDERS)])
 def test_permuted_sessions_say_the_same(bench: Bench, order: tuple[int, ...]) -> None:
     """Requests were sorted for a kernel and their outputs put back by the wrong permutation when one had left: answers swapped owners.
 

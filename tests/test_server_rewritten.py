@@ -6,6 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 import aiohttp
+import pytest
 
 from engine import Engine, EngineConfig
 from engine.config import ServerConfig
@@ -53,6 +54,7 @@ async def second_turn(client: aiohttp.ClientSession, tokens: int, *, with_reason
     return len(prompt), sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(rows, asked, strict=False))), cached
 
 
+@pytest.mark.slow
 async def test_cached_tokens_end_where_the_template_rewrites_an_answer() -> None:
     """An answer sent back without its reasoning is not the answer that has rows: all up to `<think>` is cached; with it, all of it."""
 

@@ -83,6 +83,7 @@ async def _scarce(checkpoint: Path, config: EngineConfig, long: int, short: int)
         return stage.placement.statistics().append_ring_bytes + needs + whole + needs + 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 async def test_who_waits_gets_what_others_have_beyond_the_usual(
     checkpoint: Path, budget: list[int], shrunk: list[str], device: str

@@ -33,6 +33,7 @@ async def test_replays_are_steps(checkpoint: Path, placement: str, rows: str) ->
     assert replayed.same_bits(anew)
 
 
+@pytest.mark.slow
 async def test_replays_with_company(checkpoint: Path) -> None:
     """Sessions that join, end and leave between replays of one recording, with penalties and seeds of their own, keep their bits."""
     turns = [[(ids(20 + 3 * number, number), 4 + 9 * (number % 3))] for number in range(5)]

@@ -180,7 +180,7 @@ async def test_cuts_and_forks_one_after_another(checkpoint: Path, placement: str
         alike(got[each], (await fresh(checkpoint, [*held[:length], *ids(5, 7)], 8, placement=placement))[0])
 
 
-@both
+@pytest.mark.parametrize("placement", ["offload", pytest.param("resident", marks=pytest.mark.slow)])
 async def test_a_fork_of_a_running_session(checkpoint: Path, placement: str) -> None:
     """Forked while it decodes and while it reads, a session loses nothing, and the forks go on as fresh ones."""
     async with Engine.open(checkpoint, small(hot_rows=TOP_K, placement=placement)) as engine:
@@ -296,7 +296,7 @@ async def test_any_interleaving_of_shared_histories(checkpoint: Path, placement:
     await interleaved(checkpoint, placement, seed)
 
 
-@pytest.mark.parametrize("placement", ["offload", "resident"])
+@pytest.mark.parametrize("placement", ["offload", pytest.param("resident", marks=pytest.mark.slow)])
 async def test_one_interleaving_of_shared_histories(checkpoint: Path, placement: str) -> None:
     """As above, with one order."""
     await interleaved(checkpoint, placement, 100)

@@ -18,7 +18,7 @@ from tests.engine.model.tiny_models import random_tensors, tiny_config, write_ch
 from tests.engine.runs import small
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["shared selection", "each selects"])
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["shared selection", "each selects"])
 def shares(request: pytest.FixtureRequest) -> bool:
     """Whether a round of drafts selects once."""
     return bool(request.param)

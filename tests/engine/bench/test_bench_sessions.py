@@ -103,6 +103,7 @@ def spoil_company(monkeypatch: pytest.MonkeyPatch) -> None:
 WORDS = ("--sessions", "2", "--rows", "200", "--prompt-tokens", "8", "--new-tokens", "40", "--warmup-tokens", "2", "--alone-tokens", "16")
 
 
+@pytest.mark.slow
 def test_a_fault_of_company_hides_all_speed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Tokens that company changes: exit code 1, the first of them by name, and no ratio in table or JSON."""
     spoil_company(monkeypatch)

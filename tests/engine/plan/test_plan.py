@@ -305,8 +305,10 @@ def test_a_card_held_what_was_planned(recorded: str) -> None:
         assert arm["device_bytes"] == pytest.approx(stage.append_ring + stage.session.card, rel=1e-3)
 
 
-@pytest.mark.parametrize("placement", ["offload", "resident"])
-@pytest.mark.parametrize(("name", "tokens", "depth"), [("tiny", 1216, 0), ("tiny", 1210, 2), ("demo", 512, 0)])
+@pytest.mark.parametrize("placement", ["offload", pytest.param("resident", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "tokens", "depth"), [pytest.param("tiny", 1216, 0, marks=pytest.mark.slow), ("tiny", 1210, 2), ("demo", 512, 0)]
+)
 async def test_a_running_engine_holds_what_was_planned(name: str, tokens: int, depth: int, placement: str, tmp_path: Path) -> None:
     """Weights, device ledger and arena of an engine with three sessions are within 2% of the plan, in either placement."""
     model, rows = DEMO, "q8g64"
