@@ -1,5 +1,6 @@
 """The short form of the long runs: clients that leave, lie and dawdle, and what a token costs the server."""
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +38,17 @@ async def test_hundreds_of_bad_clients_leave_nothing_behind(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-async def test_a_streamed_token_costs_at_most_three_bare_ones() -> None:
-    """Processor time a token at 64 streams, beside a bare writer of the same events, which is measured in turn with it."""
-    bare = min([await token_us("bare", 400), await token_us("bare", 400)])
-    assert await token_us("forebay", 400) <= 3 * bare
+@pytest.mark.alone
+def test_a_streamed_token_costs_at_most_three_bare_ones() -> None:
+    """Processor time a token at 64 streams, beside a bare writer of the same events, in turns: each has its least of up to six, since a
+    machine that others use adds up to half of it, and takes nothing away. The clients' loop does not debug, which would slow them down."""
+    found: dict[str, list[float]] = {"bare": [], "forebay": []}
+    for turn in range(6):
+        for kind, costs in found.items():
+            costs.append(asyncio.run(token_us(kind, 1_000)))
+        if turn and min(found["forebay"]) <= 3 * min(found["bare"]):
+            break
+    assert min(found["forebay"]) <= 3 * min(found["bare"]), found
 
 
 @pytest.mark.slow
