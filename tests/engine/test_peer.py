@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,8 +52,11 @@ async def check_bytes(engine: Engine) -> int:
     return checked
 
 
-async def spoken(model: Path, config: EngineConfig, turns: Sequence[tuple[Sequence[int], int]], backend: Backend | None = None) -> Run:
-    """Turns in one session, bytes compared behind every one."""
+async def spoken(
+    model: Path, config: EngineConfig, turns: Sequence[tuple[Sequence[int], int]], backend: Backend | None = None,
+    check: Callable[[Engine], Awaitable[int]] = check_bytes,
+) -> Run:  # fmt: skip
+    """Turns in one session, bytes compared behind every one. Args: check: compares, and returns how many pairs there were."""
     result = Run()
     async with Engine.open(model, config, backend=backend) as engine:
         session = await engine.create_session()
@@ -61,7 +64,7 @@ async def spoken(model: Path, config: EngineConfig, turns: Sequence[tuple[Sequen
             async for chunk in engine.generate(list(prompt), greedy(tokens), session=session):
                 result.tokens.extend(chunk.token_ids)
                 result.logits.extend(chunk.logits)
-            assert await check_bytes(engine) == 1
+            assert await check(engine) == 1 + len(engine.stage.before)
         result.statistics = engine.statistics()
     return result
 

@@ -19,6 +19,7 @@ from tests.engine.node.test_cluster import until_ready
 from tests.engine.runs import Run, collect, greedy, run
 from tests.engine.test_engine_exactness import NAME, TOP_K, ids
 from tests.engine.test_peer import peered
+from tests.engine.test_peer import spoken as spoken_by_pair
 
 slow, long = pytest.mark.slow, pytest.mark.long
 TURNS = [(ids(70, 1), 6), (ids(3, 2), 5)]
@@ -49,16 +50,8 @@ async def check_pairs(engine: Engine) -> int:
 
 
 async def spoken(model: Path, config: EngineConfig, turns: Sequence[tuple[Sequence[int], int]], backend: Backend | None = None) -> Run:
-    """Turns in one session, bytes compared behind every one."""
-    result = Run()
-    async with Engine.open(model, config, backend=backend) as engine:
-        session = await engine.create_session()
-        for prompt, tokens in turns:
-            async for chunk in engine.generate(list(prompt), greedy(tokens), session=session):
-                result.tokens.extend(chunk.token_ids)
-                result.logits.extend(chunk.logits)
-            assert await check_pairs(engine) == 1 + len(engine.stage.before)
-    return result
+    """Turns in one session, bytes compared on every stage behind every one."""
+    return await spoken_by_pair(model, config, turns, backend, check_pairs)
 
 
 @pytest.mark.parametrize(
