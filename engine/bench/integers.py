@@ -33,7 +33,6 @@ _SINGLE = (
     (16, 4, 4, 3, False), (16, 2, 2, 3, True), (32, 1, 2, 3, True), (16, 4, 4, 4, False), (64, 1, 4, 3, False), (16, 4, 4, 5, False),
     (16, 2, 2, 4, True), (16, 2, 2, 6, False), (64, 1, 4, 3, True),
 )  # fmt: skip
-_RAISED = 3  # of four bits, also tried raised
 _OF_BYTES = 6  # tried of eight bits
 _PROGRAMS = 264  # two a multiprocessor of the largest card in mind; what splits of one-part tilings aim at
 _GROUP = 64
@@ -151,13 +150,8 @@ def integer_tilings(outputs: int, width: int, bits: int, *, gated: bool, experts
 
     chunk = 64 * 16 // bits
     tried = _GATED if gated else _SINGLE
-    four = bits == 4
-    for how, raised in (
-        *((how, False) for how in (tried if four else tried[:_OF_BYTES])),
-        *((how, True) for how in tried[:_RAISED] if four),
-    ):
-        tile, parts, warps, stages, twin = how
-        one = Tiling(tile, chunk, parts, warps, stages, 1, twin, raised)
+    for tile, parts, warps, stages, twin in tried if bits == 4 else tried[:_OF_BYTES]:
+        one = Tiling(tile, chunk, parts, warps, stages, 1, twin)
         steps, programs = -(-width // one.step), -(-outputs // one.tile_outputs) * experts_read
         if parts == 1 and not gated and programs < _PROGRAMS:
             one = replace(one, splits=min((n for n in range(1, steps) if steps % n == 0 and n * programs >= _PROGRAMS), default=1))

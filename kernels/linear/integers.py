@@ -7,20 +7,17 @@ sums get the scale of its group. Scales of the next step are under way meanwhile
 - several parts: a step takes as many chunks, one a warp, and the warps' sums are added. One part: a step takes one chunk, and a warp 16
   outputs; the rows are in shared memory once for all warps, so three times as many warps fit, but few outputs need `splits`.
 - twin: a second tile of outputs is multiplied by the same rows, which leave shared memory once for both. Gate and up are twins anyway.
-- raised: pieces 1 to 3 of four-bit codes are multiplied as 16 + code, which costs a shift and a mask for two codes; 16 and the zero times
-  the sum of the rows come off. That sum is a product with one constant: for no output more, and it is shared by a tile and its twin.
 
 Invariants:
 1. As in `kernel.py`: tilings follow from the weight's shape, bits and group; a row takes one of 8 places in a tile that is always whole.
-2. A code less its zero is at most 8 bits and exact in bf16, so is 16 + code; products are exact (a float32 row is three bf16 terms), sums
-   are float32, scales are applied to a piece's sum. Raised sums are up to six times as large as what they stand for: they lose as much of
-   24 bits, where bf16 rows have 8 and the result keeps 8; float32 rows are never raised. An infinite value gives NaN then.
+2. A code less its zero is at most 8 bits and exact in bf16; products are exact (a float32 row is three bf16 terms), sums are float32,
+   scales are applied to a piece's sum.
 3. Pieces are added in the order of their values within a part, parts in one sum of a fixed shape, splits in ascending order.
 
 Floor: the codes and scales once, 18 bytes a clock and multiprocessor at 4.2 TB/s, so instructions a packed byte and lane count (128 a
-clock; masks and shifts 64). Of sm_90's loop over an attention's output, 4 bits: parts 5.2, twin 4.5, both raised 4.8 and 4.1; one part
-5.0, twin 4.4, both raised 4.7 and 3.9; masks and shifts are 2.0 of each. Eight bits: 4.3 (`tests/kernels/triton/instructions.py`). They
-are not what binds: an H200 gains by rows read less often and by more bytes under way (docs/performance.md).
+clock; masks and shifts 64). Of sm_90's loop over an attention's output, 4 bits: parts 5.2, twin 4.5; one part 5.0, twin 4.4; masks and
+shifts are 2.0 of each. Eight bits: 4.3 (`tests/kernels/triton/instructions.py`). They are not what binds: an H200 gains by rows read less
+often and by more bytes under way, and codes multiplied as they lie, 4.0 a byte, were no faster (docs/performance.md).
 """
 
 import torch
@@ -31,15 +28,14 @@ from torch import Tensor
 from kernels.linear.group_int import GroupInt, chunk_units_of, padded_width
 from kernels.linear.kernel import _add_splits, _dot_bf16, launch_options, split_width_of
 from kernels.linear.tiling import Tiling, integer_tiling
-from kernels.linear.widen import PACKED, raised, widened, zero_of
+from kernels.linear.widen import PACKED, widened, zero_of
 
 __all__ = ["FORMS", "INTEGER_ROWS", "accumulate_integers", "chunk_of", "compiled", "integer_constants", "linear"]
 
 INTEGER_ROWS = 8  # of a tile
 # every form of the sums of four-bit weights, for what compiles and checks all of them
 FORMS = tuple(
-    Tiling(16 if parts > 1 else 64, 256, parts, 4, 3, splits, twin, raised)
-    for parts, splits in ((4, 1), (1, 4)) for twin in (False, True) for raised in (False, True)
+    Tiling(16 if parts > 1 else 64, 256, parts, 4, 3, splits, twin) for parts, splits in ((4, 1), (1, 4)) for twin in (False, True)
 )  # fmt: skip
 _BAND_ROWS = 256
 _SUM_BLOCK = 1024
@@ -116,18 +112,12 @@ def _scales_of_chunks(from_scales, known, value, GROUP: tl.constexpr, SPAN: tl.c
 
 
 @triton.jit
-def _row_sums(x, units, OF: tl.constexpr, acc):
-    """OF times the sums of rows x [(parts,) K, M] bf16, the same for each output: in the shape of `acc`, zeros. `units`: of this shape."""
-    return _dot_bf16(tl.full(units.shape, OF, tl.float32).to(tl.bfloat16), x, acc)
-
-
-@triton.jit
-def _piece_sum(x, sums, units, words, from_scales, from_zeros, known, value, PIECE: tl.constexpr, UNITS: tl.constexpr, BITS: tl.constexpr,
-               GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr, JOINED: tl.constexpr, RAISED: tl.constexpr,
+def _piece_sum(x, nothing, units, words, from_scales, from_zeros, known, value, PIECE: tl.constexpr, UNITS: tl.constexpr,
+               BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr, JOINED: tl.constexpr,
                PARTS: tl.constexpr):  # fmt: skip
-    """[(parts,) N, M] f32: rows x [(parts,) UNITS, M] by one piece of units [(parts,) N, UNITS], scaled. Chunks begin at `value`.
+    """Rows x [(parts,) UNITS, M] by one piece of units [(parts,) N, UNITS], scaled: `nothing`'s shape, [(parts,) N, M] f32 zeros.
 
-    RAISED: codes are multiplied 16 too large, and `sums` take that off: without zeros it is what the product begins with.
+    Chunks begin at `value`.
     """
     KIND: tl.constexpr = from_scales.dtype.element_ty
     group = (value + PIECE * UNITS) // GROUP
@@ -138,12 +128,7 @@ def _piece_sum(x, sums, units, words, from_scales, from_zeros, known, value, PIE
         scale = (words >> (16 * (PIECE * UNITS // GROUP))).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
     else:
         scale = tl.load(_by_output(from_scales, group, PARTS), mask=known, other=0.0).to(tl.float32)
-    nothing = tl.zeros_like(sums)
-    if RAISED and ZEROS:
-        got = _dot_rows(raised(units, PIECE, PACKED), x, nothing) - sums * tl.expand_dims(code + 16.0, -1)
-    elif RAISED:
-        got = _dot_rows(raised(units, PIECE, PACKED), x, sums)
-    elif ZEROS:
+    if ZEROS:
         less = tl.broadcast_to(tl.expand_dims(zero_of(code, BITS, PACKED), -1), units.shape)
         got = _dot_rows(widened(units, less, PIECE, BITS, PACKED), x, nothing)
     else:
@@ -154,7 +139,7 @@ def _piece_sum(x, sums, units, words, from_scales, from_zeros, known, value, PIE
 @triton.jit
 def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales, from_zeros, more_units, more_mask, more_scales,
                         more_zeros, first, TWO: tl.constexpr, WIDTH: tl.constexpr, SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr,
-                        BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, RAISED: tl.constexpr, PACKED: tl.constexpr,
+                        BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, PACKED: tl.constexpr,
                         TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
     """Sum over `first .. first + SPLIT_WIDTH` (whole steps) of rows at `from_x` [M] by outputs at `from_units` [N] (scales, zeros at [N]).
 
@@ -173,7 +158,7 @@ def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales
     unit = tl.arange(0, UNITS)
     begin = first + (0 if PARTS == 1 else tl.arange(0, PARTS) * CHUNK)
     acc = _zeros(PARTS, TILE_N, TILE_M)
-    other, sums = acc, acc
+    other, nothing = acc, acc
     known, more_known = _known(w_mask, begin, PADDED, WHOLE, PARTS), _known(more_mask, begin, PADDED, WHOLE, PARTS)
     words, more_words = known, known  # scales of the next step, on their way while this one is computed
     if JOINED:
@@ -193,13 +178,11 @@ def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales
         for piece in tl.static_range(PIECES):
             x = _load(from_x, x_value, x_mask, at + piece * UNITS, unit, WIDTH, WHOLE, PARTS)
             x = tl.trans(x) if PARTS == 1 else tl.trans(x, 0, 2, 1)
-            if RAISED and piece > 0:
-                sums = _row_sums(x, units, 1.0 if ZEROS else -24.0, _zeros(PARTS, TILE_N, TILE_M))
-            acc += _piece_sum(x, sums, units, these, from_scales, from_zeros, known, at, piece, UNITS, BITS, GROUP, ZEROS, PACKED, JOINED,
-                              RAISED and piece > 0, PARTS)  # fmt: skip
+            acc += _piece_sum(x, nothing, units, these, from_scales, from_zeros, known, at, piece, UNITS, BITS, GROUP, ZEROS, PACKED,
+                              JOINED, PARTS)  # fmt: skip
             if TWO:
-                other += _piece_sum(x, sums, more, more_these, more_scales, more_zeros, more_known, at, piece, UNITS, BITS, GROUP, ZEROS,
-                                    PACKED, JOINED, RAISED and piece > 0, PARTS)  # fmt: skip
+                other += _piece_sum(x, nothing, more, more_these, more_scales, more_zeros, more_known, at, piece, UNITS, BITS, GROUP, ZEROS,
+                                    PACKED, JOINED, PARTS)  # fmt: skip
     if PARTS == 1:
         return acc, other
     else:
@@ -209,8 +192,7 @@ def accumulate_integers(from_x, x_value, x_mask, from_units, w_mask, from_scales
 @triton.jit
 def _integer_product(x, units, scales, zeros, out, rows, x_row, x_value, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                      SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                     RAISED: tl.constexpr, TWIN: tl.constexpr, PACKED: tl.constexpr, TILE_M: tl.constexpr,
-                     TILE_N: tl.constexpr):  # fmt: skip
+                     TWIN: tl.constexpr, PACKED: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):  # fmt: skip
     """out [splits, rows, OUTPUTS]: a split of each row's product. TWIN: a program takes two tiles of outputs."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
     PADDED: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK * CHUNK
@@ -225,7 +207,7 @@ def _integer_product(x, units, scales, zeros, out, rows, x_row, x_value, OUTPUTS
     acc, other = accumulate_integers(x + row.to(tl.int64) * x_row, x_value, x_mask, from_units, w_mask, from_scales, from_zeros,
                                      from_units + further * (PADDED * BITS // 16), more_mask, from_scales + further * GROUPS,
                                      from_zeros + further * GROUPS, split * SPLIT_WIDTH, TWIN, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP,
-                                     ZEROS, RAISED, PACKED, TILE_M, TILE_N)  # fmt: skip
+                                     ZEROS, PACKED, TILE_M, TILE_N)  # fmt: skip
     to_out = out + (split.to(tl.int64) * rows + row[None, :]) * OUTPUTS + output[:, None]
     tl.store(to_out, acc.to(out.dtype.element_ty), mask=x_mask[None, :] & w_mask[:, None])
     if TWIN:
@@ -237,13 +219,12 @@ def chunk_of(bits: int, group: int) -> int:
     return chunk_units_of(group) * (16 // bits)
 
 
-def integer_constants(weight: GroupInt, tiling: Tiling, rows: torch.dtype) -> dict[str, int | bool]:
-    """Launch constants that every kernel over such a weight takes. Args: rows: their dtype."""
-    assert not tiling.raised or (weight.bits == 4 and rows == torch.bfloat16), "only four bits under bf16 rows are raised"
+def integer_constants(weight: GroupInt, tiling: Tiling) -> dict[str, int | bool]:
+    """Launch constants that every kernel over such a weight takes."""
     padded = padded_width(weight.width, weight.bits, weight.group)
     return {
         "SPLIT_WIDTH": split_width_of(tiling, padded), "PARTS": tiling.parts, "BITS": weight.bits, "GROUP": weight.group,
-        "ZEROS": weight.zeros is not None, "RAISED": tiling.raised, "PACKED": PACKED, "TILE_M": INTEGER_ROWS, "TILE_N": tiling.outputs,
+        "ZEROS": weight.zeros is not None, "PACKED": PACKED, "TILE_M": INTEGER_ROWS, "TILE_N": tiling.outputs,
         **launch_options(tiling),
     }  # fmt: skip
 
@@ -261,7 +242,7 @@ def linear(x: Tensor, weight: GroupInt, dtype: torch.dtype | None = None, tiling
         parts = to if how.splits == 1 else torch.empty((how.splits, *to.shape), dtype=torch.float32, device=x.device)
         _integer_product[(triton.cdiv(count, INTEGER_ROWS), triton.cdiv(outputs, how.tile_outputs), how.splits)](
             band, weight.units, weight.scales, zeros, parts, count, *band.stride(), OUTPUTS=outputs, WIDTH=width,
-            TWIN=how.twin, **integer_constants(weight, how, x.dtype),
+            TWIN=how.twin, **integer_constants(weight, how),
         )  # fmt: skip
         if how.splits > 1:
             values = to.numel()
@@ -275,7 +256,7 @@ def compiled(weight: tuple[int, int, int, int, bool], how: Tiling, scales: str) 
     return {
         "scales": scales, "zeros": "*u8" if zeros else scales, "OUTPUTS": outputs, "WIDTH": width,
         "SPLIT_WIDTH": split_width_of(how, padded_width(width, bits, group)), "PARTS": how.parts, "BITS": bits, "GROUP": group,
-        "ZEROS": zeros, "RAISED": how.raised, "PACKED": {"cuda": True, "hip": False}, "TILE_M": INTEGER_ROWS, "TILE_N": how.outputs,
+        "ZEROS": zeros, "PACKED": {"cuda": True, "hip": False}, "TILE_M": INTEGER_ROWS, "TILE_N": how.outputs,
         "num_warps": how.warps, "num_stages": {"cuda": how.stages, "hip": 2},
     }  # fmt: skip
 
@@ -297,5 +278,5 @@ COMPILE = [
     (_integer_product, _case(4096, 2048, 4, 64, False, x="*fp32")),
     (_integer_product, _case(16384, 2048, 4, 64, False)),
     (_integer_product, _case(6144, 2048, 4, 64, False)),
-    (_integer_product, _case(6144, 16384, 4, 64, True, tiling=Tiling(64, 256, 1, 4, 3, twin=True, raised=True))),
+    (_integer_product, _case(6144, 16384, 4, 64, True, tiling=Tiling(64, 256, 1, 4, 3, twin=True))),
 ]

@@ -24,7 +24,6 @@ class Tiling:
     stages: int  # steps under way at once, on NVIDIA; AMD's 64 KiB of shared memory hold two
     splits: int = 1  # programs that share one tile's width; a second launch adds them
     twin: bool = False  # two tiles of `outputs` a program (integers)
-    raised: bool = False  # four-bit codes are multiplied as they come out of their units (`linear/integers.py`)
 
     @property
     def step(self) -> int:
@@ -58,12 +57,12 @@ _GATED: dict[tuple[int, int], Tiling] = {
 
 # (outputs, width, bits, routed) of `GroupInt` weights under bf16 rows; `Tiling.width` is replaced by the chunk of the weight's group
 _INTEGER: dict[tuple[int, int, int, bool], Tiling] = {
-    (16384, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True, raised=True),
-    (6144, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True, raised=True),
-    (6144, 2048, 4, True): Tiling(32, 256, 1, 2, 3, twin=True, raised=True),
+    (16384, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True),
+    (6144, 2048, 4, False): Tiling(16, 256, 2, 2, 3, twin=True),
+    (6144, 2048, 4, True): Tiling(32, 256, 1, 2, 3, twin=True),
 }
 _INTEGER_GATED: dict[tuple[int, int, int, bool], Tiling] = {
-    (2048, 6144, 4, True): Tiling(16, 256, 2, 2, 3, raised=True),
+    (2048, 6144, 4, True): Tiling(32, 256, 1, 2, 3),
 }  # gate and up together: `Tiling.outputs` of each a program
 
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["PACKED", "raised", "widened", "zero_of"]
+__all__ = ["PACKED", "widened", "zero_of"]
 
 PACKED = torch.version.hip is None and not triton.knobs.runtime.interpret
 
@@ -16,10 +16,6 @@ _PIECE_0 = tl.constexpr("{ .reg .b32 t; lop3.b32 t, $1, 0x000F000F, 0x43004300, 
 _PIECE_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
 _PIECE_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
 _PIECE_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 12; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.rn.bf16x2 $0, t, $2; }")
-# Or the numbers 16..31, three bits higher: nothing is subtracted, and what is too large stays small beside the code.
-_RAISED_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 1; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA; }")
-_RAISED_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 5; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA; }")
-_RAISED_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 9; lop3.b32 $0, t, 0x00780078, 0x41804180, 0xEA; }")
 # A byte becomes the last of a float32 number of 2^23 and on; less the zero and 2^23 it fits bf16.
 _LOW_BYTE = tl.constexpr(
     "{ .reg .b32 a, b; .reg .f32 c, d; prmt.b32 a, $1, 0x4B000000, 0x7650; prmt.b32 b, $1, 0x4B000000, 0x7652;"
@@ -61,17 +57,3 @@ def widened(units, zero, PIECE: tl.constexpr, BITS: tl.constexpr, PACKED: tl.con
         return tl.inline_asm_elementwise(_PIECE_2, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(_PIECE_3, "=r,r,r", [units, zero], dtype=tl.bfloat16, is_pure=True, pack=2)
-
-
-@triton.jit
-def raised(units, PIECE: tl.constexpr, PACKED: tl.constexpr):
-    """Piece PIECE, 1 to 3, of units of four-bit codes, plus 16: bf16, exact."""
-    if not PACKED:
-        code = (units.to(tl.int32) >> (PIECE * 4)) & 15
-        return (code + 16).to(tl.float32).to(tl.bfloat16)
-    elif PIECE == 1:
-        return tl.inline_asm_elementwise(_RAISED_1, "=r,r", [units], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif PIECE == 2:
-        return tl.inline_asm_elementwise(_RAISED_2, "=r,r", [units], dtype=tl.bfloat16, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(_RAISED_3, "=r,r", [units], dtype=tl.bfloat16, is_pure=True, pack=2)

@@ -20,7 +20,7 @@ __all__ = ["INTEGER_ROWS", "activated", "distance", "lowered"]
 def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, x_row, up_from_gate, up_scales, up_zeros,
                      ROW_PAIRS: tl.constexpr, EXPERT_OUTPUTS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                      SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                     RAISED: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
+                     PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
                      TILE_N: tl.constexpr):  # fmt: skip
     """to [pairs, OUTPUTS]: silu of the gate's product times the up's, which lies `up_from_gate` units further in memory."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
@@ -34,7 +34,7 @@ def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, 
         from_scales, from_zeros = scales + output * GROUPS, zeros + output * GROUPS
         gated, raised = accumulate_integers(x + (pair // ROW_PAIRS).to(tl.int64) * x_row, 1, x_mask, from_units, column < OUTPUTS,
                                             from_scales, from_zeros, from_units + up_from_gate, column < OUTPUTS, from_scales + up_scales,
-                                            from_zeros + up_zeros, 0, True, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP, ZEROS, RAISED, PACKED,
+                                            from_zeros + up_zeros, 0, True, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP, ZEROS, PACKED,
                                             TILE_M, TILE_N)  # fmt: skip
         value = gated / (1.0 + tl.exp(-gated)) * raised
         into = to + pair.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
@@ -44,7 +44,7 @@ def _integer_gate_up(x, gate, scales, zeros, tile_expert, tile_pair, to, pairs, 
 @triton.jit
 def _integer_down(x, units, scales, zeros, tile_expert, tile_pair, out, pairs, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
                   SPLIT_WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-                  RAISED: tl.constexpr, TWIN: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
+                  TWIN: tl.constexpr, PACKED: tl.constexpr, GROUPED: tl.constexpr, TILE_M: tl.constexpr,
                   TILE_N: tl.constexpr):  # fmt: skip
     """out [splits, pairs, OUTPUTS]: a split of each pair's product with its expert's weight. TWIN: two tiles of outputs a program."""
     CHUNK: tl.constexpr = (32 if GROUP == 32 else 64) * (16 // BITS)
@@ -62,7 +62,7 @@ def _integer_down(x, units, scales, zeros, tile_expert, tile_pair, out, pairs, O
         acc, other = accumulate_integers(x + pair.to(tl.int64) * WIDTH, 1, x_mask, from_units, column < OUTPUTS, from_scales, from_zeros,
                                          from_units + further * (PADDED * BITS // 16), more_mask, from_scales + further * GROUPS,
                                          from_zeros + further * GROUPS, split * SPLIT_WIDTH, TWIN, WIDTH, SPLIT_WIDTH, PARTS, BITS, GROUP,
-                                         ZEROS, RAISED, PACKED, TILE_M, TILE_N)  # fmt: skip
+                                         ZEROS, PACKED, TILE_M, TILE_N)  # fmt: skip
         into = out + (split.to(tl.int64) * pairs + pair)[None, :] * OUTPUTS + column[:, None]
         tl.store(into, acc.to(out.dtype.element_ty), mask=x_mask[None, :] & (column < OUTPUTS)[:, None])
         if TWIN:
@@ -80,7 +80,7 @@ def _how(x: Tensor, weight: GroupInt, outputs: int, tiling: Tiling | None, *, ga
 
 
 def _constants(x: Tensor, weight: GroupInt, how: Tiling, grouping: Grouping | None) -> dict[str, int | bool]:
-    constants = integer_constants(weight, how, x.dtype) | {"GROUPED": grouping.mode if grouping else 0}
+    constants = integer_constants(weight, how) | {"GROUPED": grouping.mode if grouping else 0}
     return constants | ({"TILE_M": grouping.tile_rows} if grouping else {})
 
 

@@ -186,7 +186,7 @@ def test_winners_are_lines_to_paste() -> None:
             return next(times)
 
     tried = [_trial(0.1, "int4 routed down"), _trial(0.1, "int4 routed down"), _trial(0.9, "query")]
-    tried[1] = replace(tried[1], tiling=Tiling(32, 256, 1, 2, 3, 4, twin=True, raised=True))
+    tried[1] = replace(tried[1], tiling=Tiling(32, 256, 1, 2, 3, 4, twin=True))
     (line,) = sweep.constants(list(sweep.sweep(tried, CPU, Told())))
     entry = eval("{" + line + "\n}", {"Tiling": Tiling})
     assert entry == {(1, 1, 4, True): tried[1].tiling}
@@ -194,10 +194,9 @@ def test_winners_are_lines_to_paste() -> None:
 
 
 def test_integer_tilings_fit_their_weights() -> None:
-    """What is tried of integers has no step wider than the weight and is raised for four bits alone; a card has time for all of it."""
+    """What is tried of integers has no step wider than the weight; a card has time for all of it."""
     for trial in sweep.named(sweep.trials(TRUE), ("int4", "int8")):
         assert trial.tiling.step <= trial.width
-        assert not trial.tiling.raised or trial.weight.startswith("int4")
     words = ("int4 routed", "int4 attention", "int4 query", "int4 shared", "int8 attention", "int8 dense")
     assert len(sweep.named(sweep.trials(TRUE), words)) < 90
 

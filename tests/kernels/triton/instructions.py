@@ -65,7 +65,7 @@ def line_of(kernel: Any, given: dict[str, Any]) -> str | None:
     warps = given["num_warps"]
     fit = min(_SHARED // (made.metadata.shared + 1024), _REGISTERS // (registers * 32 * warps)) * warps
     form = f"{kernel.fn.__name__} {given['OUTPUTS']}x{given['WIDTH']} bits={given['BITS']} group={given['GROUP']} zeros={given['ZEROS']}"
-    tiling = f"{given['TILE_N']} outputs, {given['PARTS']} parts, {warps} warps, twin={bool(twin)}, raised={given['RAISED']}"
+    tiling = f"{given['TILE_N']} outputs, {given['PARTS']} parts, {warps} warps, twin={bool(twin)}"
     half = sum(loop[name] for name in _HALF_RATE)
     return f"{form}, {tiling}: {loop.total() / packed:.2f} a byte, {half / packed:.2f} at half rate, {registers} registers, {fit} warps"
 
