@@ -44,7 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--append", dest="append", metavar="N", help="gap: ids that are read while a stream runs (all that fit)")
     parser.add_argument("--usual-tokens", dest="usual_tokens", metavar="N", help="gap: tokens of the stream before that (256)")
-    parser.add_argument("--limit", metavar="SECONDS", help="begin nothing more after so long (480); gap: the append ends so long after it began")
+    parser.add_argument(
+        "--limit", metavar="SECONDS", help="begin nothing more after so long (480); gap: the append ends so long after it began"
+    )
     add_json(parser)
     add_flags(parser, engine_flags("placement"))
     add_flags(parser, ("demo", "log_format"))
