@@ -13,6 +13,7 @@ from engine.local_stages import cut_layers
 from engine.model.glm import load_model, stage_of
 from tests.engine.company import check_company, guests
 from tests.engine.model.parity import make_checkpoint, named
+from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import Run, collect, greedy, run, small
 
 NAME = "shared"  # four layers: full, full, shared, full; and an MTP block
@@ -70,6 +71,15 @@ async def test_every_cut_in_every_way(checkpoint: Path, stages: str, placement: 
     turns = [(ids(70, 1), 12), (ids(130, 3), 6)]
     settings = {"placement": placement, "draft_depth": depth, "graphs": graphs, "hot_rows": TOP_K, "row_format": "q8g64"}
     cut, one = [await run(checkpoint, small(**{**settings, "stages": each}), turns) for each in (stages, "1")]
+    assert cut.same_bits(one)
+
+
+async def test_a_stage_may_begin_at_layer_47(tmp_path: Path) -> None:
+    """Ids of layers, of rows and of keys are a stage's own: fifty layers cut at 47, inside a group, give the bits of one stage."""
+    fifty = tiny_config(indexer_types=None, index_topk_freq=4, index_skip_topk_offset=3, num_hidden_layers=50, first_k_dense_replace=3)
+    model = write_checkpoint(random_tensors(fifty, 5), fifty, tmp_path / "fifty")
+    turns = [(ids(70, 1), 3)]
+    cut, one = [await run(model, small(hot_rows=TOP_K, stages=each, draft_depth=1), turns) for each in ("47,3", "1")]
     assert cut.same_bits(one)
 
 
