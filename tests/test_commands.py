@@ -132,6 +132,16 @@ def test_a_bad_line_is_one_line(given: list[str], words_: list[str]) -> None:
     assert not opener.opened
 
 
+@pytest.mark.parametrize(("given", "says"), [((), "no stage: say which one"), (("--stage", "1"), "--stage 1: of 2 stages nodes have 0 to 0")])
+def test_a_node_has_a_stage(tmp_path: Path, given: tuple[str, ...], says: str) -> None:
+    """Without one, or with the head's, a node says which there are."""
+    key = tmp_path / "key"
+    key.write_text("k" * 32)
+    key.chmod(0o600)
+    with pytest.raises(BadSetting, match=says):
+        line("node", "--demo", "--listen", "127.0.0.1:7100", "--stages", "2", "--key-file", str(key), *given)
+
+
 def test_a_bad_variable_is_refused_by_every_command() -> None:
     """An unknown FOREBAY_* variable stops a command before it does anything."""
     with pytest.raises(BadSetting, match="did you mean FOREBAY_HOT_ROWS"):

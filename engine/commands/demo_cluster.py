@@ -1,6 +1,6 @@
 """`forebay demo-cluster`: the packaged model over two nodes that Ray keeps alive, one of which is killed in the middle of an answer.
 
-Starts two Ray nodes on loopback, a server whose first layers lie on them, and a session over HTTP. The session is exported, goes on, and
+Starts two Ray nodes on this machine, a server whose first layers lie on them, and a session over HTTP. The session is exported, goes on, and
 one node is killed; its stream ends with an error, Ray starts the node again, the session's rows come from the export, those behind are made
 again, and the next turn's tokens are compared with those of one process to which nothing happened. Exit code: 0 if they are equal, else 1.
 """
@@ -65,7 +65,7 @@ async def two_ray_nodes(place: Path, console: Console) -> AsyncIterator[str]:
         started.append(await asyncio.create_subprocess_exec(program, "start", *words, *common, env=environment, stdout=said, stderr=said))
 
     try:
-        console.print("starting two Ray nodes on loopback ...")
+        console.print("starting two Ray nodes on this machine ...")
         await start("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={place}")
         address = await _said_in(written, started[0])
         await start(f"--address={address}")

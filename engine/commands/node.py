@@ -49,7 +49,8 @@ def run(invocation: Invocation) -> int:
     facts = config_of(directory, settings.engine.load_format)
     stages = cut_layers(stages_setting(settings.engine.stages, cluster), facts.layers)
     if not 0 <= cluster.stage < len(stages) - 1:
-        raise BadSetting(f"--stage {cluster.stage}: of {len(stages)} stages nodes have 0 to {len(stages) - 2}, the last is the head's")
+        given = f"--stage {cluster.stage}" if cluster.stage >= 0 else "no stage: say which one the node has with --stage N"
+        raise BadSetting(f"{given}: of {len(stages)} stages nodes have 0 to {len(stages) - 2}, the last is the head's")
     setup = NodeSetup(directory, settings.engine, stages, cluster.stage, key, limits_of(cluster))
 
     def told(port: int) -> None:
