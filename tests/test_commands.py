@@ -132,7 +132,9 @@ def test_a_bad_line_is_one_line(given: list[str], words_: list[str]) -> None:
     assert not opener.opened
 
 
-@pytest.mark.parametrize(("given", "says"), [((), "no stage: say which one"), (("--stage", "1"), "--stage 1: of 2 stages nodes have 0 to 0")])
+@pytest.mark.parametrize(
+    ("given", "says"), [((), "no stage: say which one"), (("--stage", "1"), "--stage 1: of 2 stages nodes have 0 to 0")]
+)
 def test_a_node_has_a_stage(tmp_path: Path, given: tuple[str, ...], says: str) -> None:
     """Without one, or with the head's, a node says which there are."""
     key = tmp_path / "key"

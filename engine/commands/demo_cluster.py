@@ -1,6 +1,6 @@
 """`forebay demo-cluster`: the packaged model over two nodes that Ray keeps alive, one of which is killed in the middle of an answer.
 
-Starts two Ray nodes on this machine, a server whose first layers lie on them, and a session over HTTP. The session is exported, goes on, and
+Starts two Ray nodes here, a server whose first layers lie on them, and a session over HTTP. The session is exported, goes on, and
 one node is killed; its stream ends with an error, Ray starts the node again, the session's rows come from the export, those behind are made
 again, and the next turn's tokens are compared with those of one process to which nothing happened. Exit code: 0 if they are equal, else 1.
 """
