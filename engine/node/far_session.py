@@ -8,6 +8,7 @@ Invariants:
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from engine.node import calls
@@ -38,7 +39,7 @@ class FarSession:
         self.logical = self.committed = rows
         self.chunk_open = self.closed = False
         self.frozen = 0  # barriers that have not come back
-        self.unanswered = 0  # calls that may have copies in flight
+        self.copying = 0  # unanswered calls that may have copies in flight
         self.gone: BaseException | None = None  # why it is lost, if it is
         self.reads, self.extra_bytes = (0, 0, 0), 0
         self._heard = SessionStatistics(CountsSnapshot(0, 0, 0, 0, 0), 0, 0, 0, 0, ())
@@ -56,15 +57,19 @@ class FarSession:
             return failed(name, self.gone)
         return self.far.ask(name, body, answer, session=self.name)
 
-    def follow(self, event: Event[Any], *, holds: bool = True) -> None:
-        """Take what the answer to a call says that it holds. Args: holds: whether it is in flight for the session until then."""
-        self.unanswered += 1
-        event.on_done(self._answered)
+    def follow(self, event: Event[Any], *, copies: bool, holds: bool = True) -> None:
+        """Take what the answer to a call says that it holds.
+
+        Args: copies: whether it may put copies to RAM in flight; only these keep a cut waiting, because the node begins calls in order.
+            holds: whether it is in flight for the session until then.
+        """
+        self.copying += copies
+        event.on_done(partial(self._answered, copies))
         if holds:
             self.told.hold(event)
 
-    def _answered(self, event: Event[calls.Held | None]) -> None:
-        self.unanswered -= 1
+    def _answered(self, copies: bool, event: Event[calls.Held | None]) -> None:
+        self.copying -= copies
         error = event.error()
         if error is None:
             held = event.result()

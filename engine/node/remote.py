@@ -92,7 +92,7 @@ class RemoteFollower:
         self._room.note(event, needs)
         held = FarSession(self.far, body.memory, body.session, told, rows)
         made = self._memories[body.memory] = RemoteMemory(held, self._room, body.tokens_max, lambda: self._closed(body.memory))
-        held.follow(event)
+        held.follow(event, copies=True)  # a fork copies its blocks that are not in RAM
         return made
 
     def _closed(self, memory: int) -> None:

@@ -86,7 +86,7 @@ class RemoteAppend:
             except StreamError as error:
                 self._far.lose(error)
         finished.on_done(partial(self._over, rows))
-        self._held.follow(finished)
+        self._held.follow(finished, copies=True)
         return finished
 
     def _over(self, rows: int, finished: Event[calls.Held]) -> None:

@@ -55,15 +55,15 @@ class RemoteMemory:
         """See FollowerMemory."""
         one, counts = self.session, self.held.counts
         copied = one.committed // BLOCK_ROWS * BLOCK_ROWS
-        if one.frozen or (rows < copied and (one.unanswered or counts.mirrored < counts.submitted)):
+        if one.frozen or (rows < copied and (one.copying or counts.mirrored < counts.submitted)):
             raise CopybackInFlight(f"session {one.name}: copies of rows behind {rows} are in flight on {one.far.name}")
         arena = self._room.held.arena
         if rows % BLOCK_ROWS and arena.free <= arena.reserved and arena.references > arena.blocks - arena.free:
             raise DoesNotFit(host_missing_bytes=arena.block_bytes)  # somebody shares a block, maybe this one
 
-    def _call(self, name: str, body: object) -> Event[calls.Held | None]:
+    def _call(self, name: str, body: object, *, copies: bool = False) -> Event[calls.Held | None]:
         event: Event[calls.Held | None] = self.session.ask(name, body, calls.Held | None)  # type: ignore[arg-type]  # a union, as a type
-        self.session.follow(event)
+        self.session.follow(event, copies=copies)
         return event
 
     def commit(self, rows: int) -> None:
@@ -71,7 +71,7 @@ class RemoteMemory:
         one = self.session
         one.committed += rows
         assert one.committed <= one.logical, f"{one.committed} rows committed of {one.logical}"
-        self._call("commit", calls.Rows(one.number, rows))
+        self._call("commit", calls.Rows(one.number, rows), copies=True)
 
     def retract(self, rows: int) -> None:
         """See FollowerMemory."""
@@ -97,7 +97,7 @@ class RemoteMemory:
         block_bytes = self._room.layout.block_bytes
         needs = Needs(max(0, whole.host_bytes - has * block_bytes) + (0 if cut is None else block_bytes), whole.device_bytes)
         # Not held: the stages grow one after the other, each only while nothing of the session is in flight.
-        one.follow(self._room.ask_grow(one, calls.Grow(one.number, tokens_max, cut), needs), holds=False)
+        one.follow(self._room.ask_grow(one, calls.Grow(one.number, tokens_max, cut), needs), copies=False, holds=False)
         self._tokens_max, self._rests, self._shed = tokens_max, False, 0
         return True
 
