@@ -116,9 +116,12 @@ class AppendRun:
         self._end = self._memory.counts.logical + rows
 
     def abandon(self) -> None:
-        """Forget the chunk in progress; finished chunks stay. Call once no operation of it is outstanding."""
+        """Forget the chunk in progress; finished chunks stay.
+
+        Order: at any time. What of it is in flight is the session's from here on, on whatever stream: nothing is let go before that is done.
+        """
         if self._chunk is not None:
-            self._chunk.abandon(())
+            self._chunk.abandon(self._chain.ends)
             self._chunk = None
         for part in self._before:
             part.abandon()
@@ -204,6 +207,8 @@ class AppendRun:
 
     def _end_chunk(self, done: Event[Any]) -> Event[Any]:
         assert self._chunk is not None, "a chunk that was not opened ends"
+        for event in self._chain.ends:  # once one has failed the end does not wait for the others
+            self._memory.operations.hold(event)
         finished = self._chunk.finish(self._stage.streams.compute, self._stage.copyback, done)
         self._chunk = None  # it ends itself from here on, also when a copy fails: nothing is left to abandon
         return finished

@@ -35,3 +35,8 @@ class Chain:
         )
         self._last[stream.name] = event
         return event
+
+    @property
+    def ends(self) -> tuple[Event[Any], ...]:
+        """The last operation on each stream: when these are done, nothing that was submitted here is in flight."""
+        return tuple(self._last.values())

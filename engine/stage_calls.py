@@ -211,7 +211,7 @@ class FollowerAppend(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Forget the open chunk, if there is one. Nothing of it is in flight."""
+        """Forget the open chunk, if there is one; what of it is in flight the session's memory holds. The last call."""
         ...
 
 

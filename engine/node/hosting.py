@@ -12,6 +12,7 @@ Invariants:
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -150,11 +151,11 @@ class Hosting:
         return len(self._sessions)
 
     def release(self) -> None:
-        """The head is gone: let go of every session, as soon as nothing of it is in flight."""
+        """The head is gone: let go of every session, as soon as nothing of it is in flight, units of its append included."""
         sessions, self._sessions = self._sessions, {}
         for one in sessions.values():
             if one.append is not None:
-                one.told.when_idle(one.append.append.abandon)
+                one.append.append.abandon()  # before the close, which waits for what the chunk has in flight
             one.memory.close()
 
     # Sessions.
@@ -295,7 +296,16 @@ class Hosting:
     def _append_finish(self, asked: calls.AppendEnd) -> Event[calls.Held]:
         append = self._appending(asked.memory)
         after = self.neighbours.control.receive_bytes(kind=AFTER, step=append.number, bytes_max=0)
-        return self._counted(asked.memory, append.append.finish(after, last=asked.last))
+        finished = append.append.finish(after, last=asked.last)
+        if asked.last:
+            finished.on_done(partial(self._append_over, self._session(asked.memory)))
+        return self._counted(asked.memory, finished)
+
+    def _append_over(self, one: _Session, finished: Event[Any]) -> None:
+        """Let go of what the append computed in. The token that stands behind it was asked for before its end could be done, unless that
+        failed; then the session goes too."""
+        if finished.error() is None:
+            one.append = None
 
     def _append_fill(self, asked: calls.AppendFill) -> Event[calls.Held]:
         history = SyntheticHistory(asked.seed, asked.history_rows)
@@ -311,9 +321,8 @@ class Hosting:
         return _said(self._appending(asked.memory).append.stand(token, event))
 
     def _append_abandon(self, asked: calls.Memory) -> None:
-        append = self._appending(asked.memory)
-        append.append.abandon()
-        append.units, append.following = iter(()), None
+        self._appending(asked.memory).append.abandon()
+        self._session(asked.memory).append = None
 
     # Images.
 

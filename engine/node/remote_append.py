@@ -32,6 +32,7 @@ class RemoteAppend:
         self._rows = 0
         self._last: Event[Any] = Event.completed(None)  # of the open chunk's units, the one that was submitted last
         self._carried: Carried | None = None
+        self._ends = False  # its last chunk's end was asked for: the node lets go of it by itself
 
     @property
     def carried(self) -> Carried:
@@ -71,6 +72,7 @@ class RemoteAppend:
     def finish(self, after: Event[Any], *, last: bool) -> Event[Any]:
         """See FollowerAppend."""
         self._handover.is_read("chunk", CHUNKS, after)
+        self._ends = last
         return self._counted("append.finish", calls.AppendEnd(self._memory, last), self._rows, after)
 
     def fill(self, rows: int, history: SyntheticHistory) -> Event[Any]:
@@ -107,6 +109,6 @@ class RemoteAppend:
 
     def abandon(self) -> None:
         """See FollowerAppend."""
-        if self._held.chunk_open:
+        if not self._ends or self._held.chunk_open:
             self._held.chunk_open = False
             self._held.told.hold(self._held.ask("append.abandon", calls.Memory(self._memory), type(None)))
