@@ -118,7 +118,7 @@ class AppendRun:
     def abandon(self) -> None:
         """Forget the chunk in progress; finished chunks stay.
 
-        Order: at any time. What of it is in flight is the session's from here on, on whatever stream: nothing is let go before that is done.
+        Order: at any time. What of it is in flight, on whatever stream, the session holds from here on: nothing is let go before.
         """
         if self._chunk is not None:
             self._chunk.abandon(self._chain.ends)
