@@ -46,12 +46,14 @@ class Far:
         return self._error if self._caller is None else None
 
     def met(self, channel: TcpChannel, name: str) -> None:
-        """There is a connection."""
+        """There is a connection. Raises PeerLost, Closed: no more."""
         assert self._caller is None, f"node {self.name} is connected"
         self.name = name
 
+        caller: Caller | None = None  # still none if the channel has ended already: then this raises, and nobody was met
+
         def ended(error: BaseException) -> None:
-            if self._caller is caller:
+            if caller is not None and self._caller is caller:
                 self.lose(error)
 
         caller = self._caller = Caller(channel, self._told, lost=ended)

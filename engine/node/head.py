@@ -6,7 +6,7 @@ Invariants:
 1. The cluster is whole from the end of a meeting until the first loss, and nobody is asked for anything new in between.
 2. A node that is lost is looked for until it is found; the others keep their process, their arena and what they hold.
 3. Each meeting joins all stages anew: nothing of an earlier one can arrive late.
-4. A node that answers and does not belong (another model, another cut) ends the head, with both sides' words: no time makes it right.
+4. A node that answers and does not belong (another model, cut or stage) ends the head, with both sides' words: no time makes it right.
 """
 
 import asyncio
@@ -171,6 +171,7 @@ class Head:
         channel = await connect(address.host, address.port, key=setup.key, terms=self._terms, limits=setup.limits)
         self._channels[stage] = channel
         try:
+            self._check_stage(stage, channel)
             far.met(channel, f"{address} (stage {stage})")
             far.facts = await far.ask("begin", None, calls.Facts)
             self._check(stage, far.facts)
@@ -179,6 +180,13 @@ class Head:
             raise
         far.held = far.facts.statistics
         _log.info("node.met", stage=stage, address=str(address), process=far.facts.process)
+
+    def _check_stage(self, stage: int, channel: TcpChannel) -> None:
+        if channel.peer.stage != stage:
+            raise BadSetting(
+                f"the node at {self._at[stage]} is that of stage {channel.peer.stage}, and stage {stage} was expected there: name nodes in "
+                "the order of their stages, and start each with a --stage of its own"
+            )
 
     def _check(self, stage: int, facts: calls.Facts) -> None:
         block_bytes = self.followers[stage].layout.block_bytes

@@ -33,8 +33,6 @@ async def open_cluster(
     Args: ray_address: of the Ray to join; auto: the one of this machine, or that of RAY_ADDRESS.
     Raises: BadModel, BadSetting, NotAdmitted; Unreachable: there is no Ray.
     """
-    if config.peer:
-        raise BadSetting("a stage beside nodes has no peer yet: leave out --peer, or --nodes and --cluster")
     facts, limits = config_of(model, config.load_format), limits_of(cluster)
     stages = cut_layers(stages_setting(config.stages, cluster), facts.layers)
     if len(stages) < 2 or (cluster.nodes and len(stages) != len(cluster.nodes) + 1):
@@ -49,7 +47,8 @@ async def open_cluster(
     key = key_of(cluster) if cluster.key_file else secrets.token_bytes(_KEY_BYTES)
     place = await asyncio.to_thread(model.absolute)
     setups = [NodeSetup(place, config, stages, stage, key, limits) for stage in range(len(stages) - 1)]
-    async with ray_nodes(setups, gpu=device_of(config).type != "cpu", address=ray_address) as placed:
+    cards = 0 if device_of(config).type == "cpu" else 2 if config.peer else 1
+    async with ray_nodes(setups, cards=cards, address=ray_address) as placed:
         setup = HeadSetup(facts, config, stages, placed, key, limits)
         async with Engine.open(model, config, progress=progress, cluster=setup) as engine:
             yield engine

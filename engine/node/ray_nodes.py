@@ -76,10 +76,10 @@ class _Actor:
 
 
 @asynccontextmanager
-async def ray_nodes(setups: list[NodeSetup], *, gpu: bool, address: str = "auto") -> AsyncIterator[list[Locate]]:
+async def ray_nodes(setups: list[NodeSetup], *, cards: int, address: str = "auto") -> AsyncIterator[list[Locate]]:
     """One actor a setup, for the length of the block; yields how each is found.
 
-    Args: gpu: each takes one of its machine's GPUs. address: of Ray's head, as ray.init takes it.
+    Args: cards: each takes so many of its machine's GPUs. address: of Ray's head, as ray.init takes it.
     Raises: BadSetting: ray is not installed, or there are too few machines; Unreachable: there is no Ray to join.
     """
     try:
@@ -95,14 +95,14 @@ async def ray_nodes(setups: list[NodeSetup], *, gpu: bool, address: str = "auto"
         raise Unreachable("no Ray runs here: ray start --head on one machine, ray start --address=... on the others") from error
     group = None
     try:
-        needs = {"CPU": 1.0, **({"GPU": 1.0} if gpu else {})}
+        needs = {"CPU": 1.0, **({"GPU": float(cards)} if cards else {})}
         group = placement_group([needs] * len(setups), strategy="SPREAD")
         if not await asyncio.to_thread(group.wait, _PLACED_S):
             raise BadSetting(f"Ray has no place for {len(setups)} nodes with {needs} each: add machines with ray start --address=...")
         remote = ray.remote(_Actor)
         actors = [
             remote.options(
-                name=actor_name(setup.stage), max_restarts=-1, max_task_retries=0, num_cpus=1, num_gpus=1 if gpu else 0,
+                name=actor_name(setup.stage), max_restarts=-1, max_task_retries=0, num_cpus=1, num_gpus=cards,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place),
             ).remote(replace(setup))
             for place, setup in enumerate(setups)
