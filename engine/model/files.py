@@ -53,6 +53,10 @@ class TensorFiles:
         """Stored shape of a tensor, from its file's header."""
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Stored dtype of a tensor, as its file's header has it: F32, BF16, F8_E4M3."""
+        return str(self._slice(name).get_dtype())
+
     def read(self, name: str) -> Tensor:
         """The stored tensor: a CPU view of the mapped file in its stored dtype."""
         self._slice(name)  # checks that the file holds it

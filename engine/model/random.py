@@ -23,9 +23,9 @@ from engine.model.packed import pack_words
 from engine.model.quantisation import Scheme
 from engine.model.stored import packed_shapes, stored_shapes
 
-__all__ = ["RandomTensors"]
+__all__ = ["SEED", "RandomTensors"]
 
-_SEED = 1
+SEED = 1
 _BIAS = "e_score_correction_bias"
 # Gain over N(0, 1) / sqrt(width), by the end of the name. Small before a latent norm, so that its eps shows.
 _GAIN = {"lm_head.weight": 2.0, "q_b_proj.weight": 1.6, "mlp.gate.weight": 1.6, "q_a_proj.weight": 0.03}
@@ -66,7 +66,7 @@ class RandomTensors:
     def read(self, name: str) -> Tensor:
         """The tensor, the caller's to keep."""
         shape = self.shape(name)
-        digest = hashlib.blake2b(f"{_SEED} {name}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{SEED} {name}".encode(), digest_size=8).digest()
         self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         module, _, part = name.rpartition(".")
         scheme = self._config.quantisation.scheme_of(module) if part.startswith("weight_") else None

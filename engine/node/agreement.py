@@ -1,8 +1,8 @@
 """What the processes of a cluster must agree on, checked by the channels' handshake before anything else is said.
 
 The fingerprint is text that people can compare: a node that is refused names both. It holds everything that decides about the bytes of
-rows and of states on the wire, and about the steps that the head asks for; what concerns one machine alone (device, RAM, hot rows) is
-not in it.
+rows and of states on the wire, and about the steps that the head asks for, Forebay's version too; what concerns one machine
+alone (device, RAM, hot rows) is not in it. Weights are compared behind the handshake, by the head (`head.py`).
 
 Invariants:
 1. The head has the last stage, and so a number of its own in the layer map like any node.
@@ -10,6 +10,7 @@ Invariants:
 """
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from engine.config import EngineConfig
 from engine.model.config import ModelConfig
@@ -28,8 +29,16 @@ def fingerprint_of(model: ModelConfig, config: EngineConfig) -> str:
     return (
         f"{model.fingerprint()[:16]} rows={config.row_format} keys={keys} dtype={config.dtype} eps={config.latent_norm_eps:g} "
         f"load={config.load_format} placement={config.placement} chunk={config.append_chunk_rows} batch={config.decode_batch_limit} "
-        f"context={config.context_max or model.context_max} depth={'auto' if config.draft_depth is None else config.draft_depth}"
+        f"context={config.context_max or model.context_max} depth={'auto' if config.draft_depth is None else config.draft_depth} "
+        f"forebay={_version()}"
     )
+
+
+def _version() -> str:
+    try:
+        return version("forebay")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def stage_terms(fingerprint: str, stages: Sequence[range], stage: int) -> Terms:

@@ -31,7 +31,7 @@ class Join(_Body, frozen=True):
 
 
 class Facts(_Body, frozen=True):
-    """What the node has. `sizes`: of `AppendCost`; `weights`: a checksum a layer."""
+    """What the node has. `sizes`: of `AppendCost`; `weights`: a checksum a layer of its own; `marks`: see `marks_of`."""
 
     process: int
     device: str
@@ -42,6 +42,7 @@ class Facts(_Body, frozen=True):
     statistics: PlacementStatistics
     sizes: tuple[LayerSizes, ...]
     weights: tuple[str, ...]
+    marks: dict[str, str]
 
 
 class Open(_Body, frozen=True):

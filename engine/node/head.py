@@ -6,11 +6,11 @@ Invariants:
 1. The cluster is whole from the end of a meeting until the first loss, and nobody is asked for anything new in between.
 2. A node that is lost is looked for until it is found; the others keep their process, their arena and what they hold.
 3. Each meeting joins all stages anew: nothing of an earlier one can arrive late.
-4. A node that answers and does not belong (another model, cut or stage) ends the head, with both sides' words: no time makes it right.
+4. A node that answers and does not belong (other weights, cut or stage) ends the head, with both sides' words: no time makes it right.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -57,11 +57,14 @@ class HeadSetup:
 class Head:
     """One cluster. Loop thread only. `followers` are of use inside `met`."""
 
-    def __init__(self, setup: HeadSetup, dtype: torch.dtype, device: torch.device, copies: Stream) -> None:
-        """Args: dtype, device: of the head's own stage. copies: brings its tensors to and from host memory."""
+    def __init__(
+        self, setup: HeadSetup, dtype: torch.dtype, device: torch.device, copies: Stream, marks: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        """Args: dtype, device: of the head's own stage. copies: brings its tensors to and from host memory. marks: see `marks_of`."""
         assert len(setup.locate) == len(setup.stages) - 1, f"{len(setup.locate)} nodes for {len(setup.stages)} stages"
         self._setup = setup
         self._dtype = dtype
+        self._marks = marks
         self._terms = stage_terms(fingerprint_of(setup.model, setup.config), setup.stages, len(setup.stages) - 1)
         self._fars = [Far(f"of stage {stage}", Passage(None, copies, device)) for stage in range(len(setup.locate))]
         self._channels: list[TcpChannel | None] = [None] * len(setup.locate)
@@ -194,6 +197,16 @@ class Head:
             raise BadSetting(f"the node of stage {stage} computes in {facts.dtype}, the head in {self._dtype}: give all the same --dtype")
         if facts.block_bytes != block_bytes:
             raise BadSetting(f"the node of stage {stage} has blocks of {facts.block_bytes} bytes, the head counts {block_bytes}")
+        other = [part for part, mark in facts.marks.items() if self._marks.get(part, mark) != mark]
+        if other:
+            raise BadSetting(
+                f"the node of stage {stage} at {self._at[stage]} has other weights than the head: {other[0]} is "
+                f"{facts.marks[other[0]]} there and {self._marks[other[0]]} here, "
+                f"{len(other)} of {len(facts.marks)} parts differ; give all the same checkpoint"
+            )
+        unseen = sum(f"layer {layer}" not in self._marks for layer in self._setup.stages[stage])
+        if unseen and self._setup.config.load_format != "random":
+            _log.warning("node.weights_not_compared", stage=stage, address=str(self._at[stage]), layers=unseen)
 
     async def _join_all(self) -> None:
         """Stages connect to those behind them. Raises StreamError."""

@@ -15,6 +15,7 @@ from engine.config import HOT_ROWS, EngineConfig
 from engine.device import device_of, streams_of
 from engine.follower import LocalFollower
 from engine.model.glm import load_model
+from engine.model.marks import marks_of
 from engine.model.source import DTYPE_OF
 from engine.model.split import parts_of
 from engine.node import calls
@@ -50,6 +51,7 @@ class HeldStage:
     copies: Stream
     device: torch.device
     config: EngineConfig
+    marks: dict[str, str]
 
     def facts(self) -> calls.Facts:
         """What the head has to know. Reads a sample of the weights: call it beside the loop."""
@@ -58,6 +60,7 @@ class HeldStage:
             process=os.getpid(), device=stage.device.type, dtype=str(stage.model.dtype), block_bytes=stage.layout.block_bytes,
             append_rows=stage.append_rows, hot_rows=self.config.hot_rows or HOT_ROWS, statistics=self.follower.held,
             sizes=tuple(LayerSizes.of(layer) for layer in stage.model.layers), weights=self.follower.weights(),
+            marks=self.marks,
         )  # fmt: skip
 
 
@@ -71,6 +74,7 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
     )  # fmt: skip
     peer = check_peer(device, config)
     weights, peers = await asyncio.to_thread(parts_of, load, None, peer)
+    marks = await asyncio.to_thread(marks_of, setup.model, config.load_format)
     backend = streams_of(device, None, peer=peer)
     facts = weights.config
     context_max = min(config.context_max or facts.context_max, facts.context_max)
@@ -84,7 +88,7 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
         yield HeldStage(
             follower=LocalFollower(stage), form=Form(facts.hidden, weights.dtype, picks),
             arrives=Form(facts.hidden, weights.dtype, begun) if setup.stage else None, arrivals=Passage(None, copies, device),
-            copies=copies, device=device, config=config,
+            copies=copies, device=device, config=config, marks=marks,
         )  # fmt: skip
     finally:
         await backend.close()

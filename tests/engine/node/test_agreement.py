@@ -1,6 +1,7 @@
 """What the processes of a cluster agree on: addresses, layers of stages, fingerprints, and the key."""
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_terms_tell_the_processes_apart() -> None:
 def test_the_fingerprint_has_what_decides_about_rows_and_steps() -> None:
     """Formats, sizes of steps and the architecture change it; what concerns one machine does not; it fits into a handshake."""
     plain = fingerprint_of(DEMO, EngineConfig())
+    assert plain.endswith(f" forebay={version('forebay')}")
     assert len(fingerprint_of(GLM, EngineConfig(index_key_format="e4m3", draft_depth=None))) <= 256
     different = [
         EngineConfig(row_format="f32"), EngineConfig(index_key_format="e4m3"), EngineConfig(dtype="bf16"),

@@ -1,16 +1,21 @@
-"""Who belongs to a cluster: nodes of other stages end the head, and each process may have a second device."""
+"""Who belongs to a cluster: nodes of other stages or weights end the head, and each process may have a second device."""
 
 import asyncio
+import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.config import ClusterConfig, EngineConfig
 from engine.engine import Engine
 from engine.errors import BadSetting
+from engine.model.marks import marks_of
+from engine.model.random import SEED
 from engine.node.address import Address
 from engine.node.far import Far
 from engine.node.opening import open_cluster
@@ -95,3 +100,43 @@ async def test_a_channel_that_has_ended_meets_nobody() -> None:
         assert far.lost is not None
         await backend.close()
     assert not failed
+
+
+def scaled(checkpoint: Path, into: Path, part: str) -> Path:
+    """A copy of the checkpoint in which one layer has other values."""
+    shutil.copytree(checkpoint, into)
+    for file in into.glob("*.safetensors"):
+        held = {name: 1.5 * tensor if part in name else tensor for name, tensor in load_file(file).items()}
+        save_file(held, file, metadata={"format": "pt"})
+    return into
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+async def test_a_node_with_other_weights_ends_the_head(checkpoint: Path, key: Path, tmp_path: Path, layer: int) -> None:
+    """Same architecture, other values in one layer, of the node's or of the head's own: one line with the node and the layer."""
+    other = scaled(checkpoint, tmp_path / "other", f"layers.{layer}.")
+    config = small(hot_rows=TOP_K, stages="2")
+    async with nodes_of(other, config, "2", (0,)) as addresses:
+        words = (
+            rf"the node of stage 0 at {addresses[0]} has other weights than the head: layer {layer} is \w+ there and \w+ here, 1 of \d+ "
+        )
+        with pytest.raises(BadSetting, match=words):
+            async with served(checkpoint, config, addresses, key):
+                pass
+
+
+def test_marks_are_those_of_the_values_and_of_what_is_here(checkpoint: Path, tmp_path: Path) -> None:
+    """They do not depend on how tensors are spread over files; a layer of which a file is absent has none; another seed has another one."""
+    marks = marks_of(checkpoint, "auto")
+    assert {"layer 0", "layer 3", "model.embed_tokens.weight", "lm_head.weight"} <= set(marks)
+    spread = tmp_path / "spread"
+    spread.mkdir()
+    held = {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    file_of = {name: "last.safetensors" if ".layers.3." in name else f"{len(name) % 2}.safetensors" for name in held}
+    for file in set(file_of.values()):
+        save_file({name: held[name].clone() for name in held if file_of[name] == file}, spread / file)
+    (spread / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    assert marks_of(spread, "auto") == marks
+    (spread / "last.safetensors").unlink()
+    assert marks_of(spread, "auto") == {part: mark for part, mark in marks.items() if part != "layer 3"}
+    assert marks_of("glm-5.3", "random") == {"random weights": f"seed {SEED}"}
