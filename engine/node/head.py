@@ -97,8 +97,8 @@ class Head:
     async def met(self) -> AsyncIterator[None]:
         """Meet all nodes, and again whoever is lost, for the length of the block. Raises BadSetting: one does not belong."""
         failure: BaseException | None = None
-        await self._meet_all()
         try:
+            await self._meet_all()
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(), name="nodes")
                 try:

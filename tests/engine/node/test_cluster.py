@@ -1,6 +1,7 @@
 """Stages on nodes: the same tokens and logits to the bit as in one process."""
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from engine.node.visit import Effort, visit
 from engine.protocol import SessionId
 from streams import PeerLost, Reason, connect
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.node.cluster_world import LIMITS, Cluster, cluster_of
+from tests.engine.node.cluster_world import LIMITS, Cluster, LocalNode, cluster_of
 from tests.engine.runs import collect, greedy, run, small
 from tests.engine.test_engine_exactness import NAME, TOP_K, ids
 from tests.streams.channel_world import KEY
@@ -139,6 +140,25 @@ async def test_a_node_that_does_not_belong_ends_the_head_with_both_sides_words(c
     with pytest.raises(BadSetting, match=r"rows=q8g64.*rows=f32"):
         async with cluster_of(checkpoint, ours, "2", node_config=replace(ours, row_format="q8g64")):
             pass
+
+
+async def test_a_head_that_is_refused_leaves_the_nodes_that_it_met(checkpoint: Path) -> None:
+    """The first node belongs, the second does not: another head finds the first one free."""
+    config = small(hot_rows=TOP_K)
+    cluster = Cluster(checkpoint, config, "1,1,2", LIMITS, config)
+    first, second = cluster.nodes
+    again = LocalNode(checkpoint, config, cluster.stages, 0, LIMITS)
+    async with AsyncExitStack() as nodes:
+        for node in (first, second, again):
+            nodes.push_async_callback(node.stop)
+            await node.start()
+        wrong = replace(cluster.setup, locate=[first.locate, again.locate])
+        async with asyncio.timeout(20):
+            with pytest.raises(BadSetting, match="is that of stage 0, and stage 1 was expected"):
+                async with Engine.open(checkpoint, config, cluster=wrong):
+                    pass
+            async with Engine.open(checkpoint, config, cluster=cluster.setup) as engine:
+                assert engine.ready
 
 
 async def test_a_node_answers_the_doctor_before_and_while_a_head_drives_it(checkpoint: Path) -> None:
