@@ -29,11 +29,10 @@ from engine.instruments import Instruments
 from engine.local_stages import close_stages
 from engine.loop import StepLoop
 from engine.model.glm import Model, load_model
-from engine.model.marks import marks_of
 from engine.model.source import DTYPE_OF
 from engine.model.split import parts_of
-from engine.node.head import Head, HeadSetup
-from engine.opening import name_of, stage_for, storing, tape_at
+from engine.node.head import HeadSetup
+from engine.opening import head_for, name_of, stage_for, storing, tape_at
 from engine.peer_opening import check_peer
 from engine.prompts import Prompts
 from engine.protocol import Progress, Prompt, SessionId, SessionView, SyntheticHistory
@@ -123,10 +122,7 @@ class Engine:
         streams = backend or owned
         assert streams is not None
         context_max = min(config.context_max or held.config.context_max, held.config.context_max)
-        head = None
-        if cluster is not None:
-            marks = await asyncio.to_thread(marks_of, directory, config.load_format)
-            head = Head(cluster, held.dtype, device, streams.stream("stage.transfer"), marks)
+        head = None if cluster is None else await head_for(cluster, directory, held, streams)
         stage = await stage_for(held, config, streams, context_max, peers, head)
         engine = cls(
             config, stage, name=name_of(directory), tokenizer=Tokenizer.load(directory),

@@ -1,4 +1,4 @@
-"""What opening an engine needs beside its model: the stage, the tape, the name, how histories are stored. Knows no requests."""
+"""What opening an engine needs beside its model: stage, head of nodes, tape, name, how histories are stored. Knows no requests."""
 
 import asyncio
 import functools
@@ -11,14 +11,15 @@ from engine.config import EngineConfig
 from engine.errors import BadSetting
 from engine.local_stages import led, open_stages
 from engine.model.glm import Model
+from engine.model.marks import marks_of
 from engine.model.split import PeerModel
-from engine.node.head import Head
+from engine.node.head import Head, HeadSetup
 from engine.running_tape import RunningTape
 from engine.stage import Stage, open_stage
 from engine.stored import Storing
 from streams import Backend
 
-__all__ = ["name_of", "stage_for", "storing", "tape_at"]
+__all__ = ["head_for", "name_of", "stage_for", "storing", "tape_at"]
 
 _log = structlog.get_logger("engine")
 
@@ -34,6 +35,12 @@ def storing(config: EngineConfig, name: str) -> Storing | None:
 def name_of(directory: Path) -> str:
     """The directory's own name, as the model's; also for "." and the like."""
     return directory.absolute().resolve().name
+
+
+async def head_for(setup: HeadSetup, directory: Path, weights: Model, streams: Backend) -> Head:
+    """The head of a cluster, whose own stage has `weights` of that directory. Raises BadModel."""
+    marks = await asyncio.to_thread(marks_of, directory, setup.config.load_format)
+    return Head(setup, weights.dtype, weights.device, streams.stream("stage.transfer"), marks)
 
 
 async def stage_for(
