@@ -7,7 +7,7 @@ import torch
 
 from engine.node.far import Far
 from engine.node.far_session import failed
-from engine.node.passage import Form, together
+from engine.node.passage import AnyRows, Form, together
 from engine.stage_calls import Carried
 from streams import Event
 
@@ -40,6 +40,7 @@ class Handover:
 
     def __init__(self, far: Far, form: Form, numbers: Numbers, *, last: bool) -> None:
         """Args: form: of what it hands on. last: the stage behind it is the head's."""
+        self.chunk = AnyRows(form.chunk_rows)  # key of chunks' buffers
         self._far = far
         self._form = form
         self._numbers = numbers

@@ -91,7 +91,8 @@ class Head:
 
     def _form(self, layers: range) -> Form:
         facts = self._setup.model
-        return Form(facts.hidden, self._dtype, 0 if facts.full_layers[layers.stop] else facts.top_k)
+        picks = 0 if facts.full_layers[layers.stop] else facts.top_k
+        return Form(facts.hidden, self._dtype, picks, self._setup.config.append_chunk_rows)
 
     @asynccontextmanager
     async def met(self) -> AsyncIterator[None]:

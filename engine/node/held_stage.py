@@ -83,11 +83,12 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
     stage = opening() if device.type == "cpu" else await asyncio.to_thread(opening)  # registering host memory takes a while
     picks = facts.top_k if weights.cuts_group else 0
     begun = 0 if weights.layers[0].full else facts.top_k
+    form = functools.partial(Form, facts.hidden, weights.dtype, chunk_rows=config.append_chunk_rows)
     copies = backend.stream("stage.transfer")
     try:
         yield HeldStage(
-            follower=LocalFollower(stage), form=Form(facts.hidden, weights.dtype, picks),
-            arrives=Form(facts.hidden, weights.dtype, begun) if setup.stage else None, arrivals=Passage(None, copies, device),
+            follower=LocalFollower(stage), form=form(picks),
+            arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
             copies=copies, device=device, config=config, marks=marks,
         )  # fmt: skip
     finally:

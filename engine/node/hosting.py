@@ -21,7 +21,7 @@ import torch
 
 from engine.node import calls
 from engine.node.answering import Taker
-from engine.node.passage import Form, Passage, together
+from engine.node.passage import AnyRows, Form, Passage, together
 from engine.node.wire import Failure, failure_of
 from engine.protocol import SyntheticHistory
 from engine.stage_calls import Carried, Follower, FollowerAppend, FollowerImage, FollowerMemory, MemoryId, Standing
@@ -108,6 +108,7 @@ class Hosting:
         self._follower = follower
         self._form = form
         self._arrives = arrives
+        self._chunk = AnyRows(form.chunk_rows)
         self.neighbours = neighbours
         self._tell = tell
         self._sessions: dict[int, _Session] = {}
@@ -268,7 +269,7 @@ class Hosting:
 
     def _append_units(self, asked: calls.AppendUnits) -> None:
         append = self._appending(asked.memory)
-        arrived = self._arrived("chunk", asked.rows, CHUNKS, asked.number)
+        arrived = self._arrived(self._chunk, asked.rows, CHUNKS, asked.number)
         tokens: Sequence[int] = asked.tokens if arrived is None else range(asked.rows)
         append.units, append.number = append.append.units(tokens, arrived), asked.number
         append.following = next(append.units, None)
@@ -290,8 +291,8 @@ class Hosting:
         except BaseException as error:
             behind.skip(self._form, CHUNKS, append.number, error)
             raise
-        self._read[CHUNKS, "chunk"] = carried.event
-        behind.hand_on(carried, "chunk", CHUNKS, append.number)
+        self._read[CHUNKS, self._chunk] = carried.event
+        behind.hand_on(carried, self._chunk, CHUNKS, append.number)
 
     def _append_finish(self, asked: calls.AppendEnd) -> Event[calls.Held]:
         append = self._appending(asked.memory)

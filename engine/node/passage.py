@@ -1,7 +1,7 @@
 """How tensors pass from the streams of one process to those of another: what a stage hands on, and where a step's sessions stand.
 
 A tensor in a device's memory goes by way of page-locked host memory, copied on a stream of its own; one in host memory goes from where it
-lies. Buffers are kept a shape, so that recorded steps find them where they were.
+lies. Buffers are kept a shape, so that recorded steps find them where they were; chunks, of any length, pass as views of the longest's.
 
 Invariants:
 1. Nothing is sent before the event that it comes with; if that fails, the other side's receive fails, and the channel goes on.
@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.stage_calls import Carried
 from streams import Channel, Event, PeerLost, Stream, StreamError
 
-__all__ = ["Form", "Passage", "together"]
+__all__ = ["AnyRows", "Form", "Passage", "together"]
 
 _STATES, _BAD, _PICKS = "states", "bad", "picks"
 
@@ -33,6 +33,14 @@ class Form:
     hidden: int
     dtype: torch.dtype
     picks: int  # of a selection that goes along; 0: none does
+    chunk_rows: int  # of the longest chunk
+
+
+@dataclass(frozen=True, slots=True)
+class AnyRows:
+    """A key of what comes with more or fewer rows, one behind the other's reader whatever the lengths: one buffer for all."""
+
+    rows_max: int
 
 
 def together(events: Sequence[Event[Any]], label: str) -> Event[None]:
@@ -73,7 +81,7 @@ class Passage:
         self._lost: Callable[[BaseException], None] = lambda error: None
         self._copies = copies
         self._device = device
-        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by kind and shape: in host memory, and where steps read it
+        self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}  # by kind, key and shape: in host memory, and where steps read it
 
     def rebind(self, channel: Channel, lost: Callable[[BaseException], None]) -> None:
         """From now on over another channel, with the same buffers: recorded steps know them. Nothing is in flight over the old one.
@@ -91,15 +99,15 @@ class Passage:
         """Send a tensor behind `after`. Args: key: differs where two of a kind may be in flight. Raises PeerLost, Closed, Full."""
         if source.device.type == "cpu":
             return self._channel.send(source, kind=kind, step=number, after=(after,))
-        host = self._buffers((kind, key, "out"), source.shape, source.dtype)[0]
+        host = self._buffers((kind, "out"), key, source.shape, source.dtype)[0]
         copied = self._copies.submit(partial(host.copy_, source, non_blocking=True), label=f"send.{kind}", after=(after,), reads=(source,))
         return self._channel.send(host, kind=kind, step=number, after=(copied,))
 
     def receive(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, kind: str, number: int, free: Sequence[Event[Any]] = ()
     ) -> tuple[Event[Any], Tensor]:  # fmt: skip
-        """Ask for a tensor; returns its event, which has failed where the channel has ended, and its place, the same for each `key`."""
-        host, place = self._buffers((kind, key), shape, dtype)
+        """Ask for a tensor; returns its event, failed where the channel has ended, and its place, the same for each `key` and shape."""
+        host, place = self._buffers(kind, key, shape, dtype)
         try:
             came = self._channel.receive(host, kind=kind, step=number, after=[_over(event) for event in free if not event.done()])
         except StreamError as error:
@@ -117,14 +125,18 @@ class Passage:
         if isinstance(error, PeerLost):
             self._lost(error)
 
-    def _buffers(self, key: Hashable, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        found = self._held.get((key, tuple(shape)))
+    def _buffers(self, kind: Hashable, key: Hashable, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        longest = key.rows_max if isinstance(key, AnyRows) else shape[0]
+        assert shape[0] <= longest, f"{shape[0]} rows in buffers of {longest}"
+        whole, on_cpu = (longest, *shape[1:]), self._device.type == "cpu"
+        found = self._held.get((kind, key, whole))
         if found is None:
-            on_cpu = self._device.type == "cpu"
-            host = torch.zeros(tuple(shape), dtype=dtype, pin_memory=not on_cpu)
-            found = (host, host if on_cpu else torch.zeros(tuple(shape), dtype=dtype, device=self._device))
-            self._held[key, tuple(shape)] = found
-        return found
+            host = torch.zeros(whole, dtype=dtype, pin_memory=not on_cpu)
+            found = self._held[kind, key, whole] = (host, host if on_cpu else torch.zeros(whole, dtype=dtype, device=self._device))
+        if shape[0] == longest:
+            return found
+        host = found[0][: shape[0]]
+        return host, host if on_cpu else found[1][: shape[0]]
 
     def hand_on(self, carried: Carried, key: Hashable, prefix: str, number: int) -> None:
         """Send all of it behind its event. Args: key: see `send`. Raises PeerLost, Closed, Full."""
@@ -158,7 +170,7 @@ class Passage:
 
     def nothing(self, key: Hashable, rows: int, form: Form, prefix: str, failed: Event[Any]) -> Carried:
         """What would have arrived in the same buffers, had it not failed already."""
-        states = self._buffers((prefix + _STATES, key), (rows, form.hidden), form.dtype)[1]
-        bad = self._buffers((prefix + _BAD, key), (rows,), torch.int64)[1]
-        selection = self._buffers((prefix + _PICKS, key), (rows, form.picks), torch.int32)[1] if form.picks else None
+        states = self._buffers(prefix + _STATES, key, (rows, form.hidden), form.dtype)[1]
+        bad = self._buffers(prefix + _BAD, key, (rows,), torch.int64)[1]
+        selection = self._buffers(prefix + _PICKS, key, (rows, form.picks), torch.int32)[1] if form.picks else None
         return Carried(failed, states, bad, selection)

@@ -40,7 +40,7 @@ class RemoteAppend:
         if self._carried is None:
             if not (self._last.done() and self._last.error()):
                 self._held.ask("append.pass", calls.Memory(self._memory), type(None))
-            self._carried = self._handover.handed_on("chunk", self._rows, CHUNKS, self._number, self._last)
+            self._carried = self._handover.handed_on(self._handover.chunk, self._rows, CHUNKS, self._number, self._last)
         return self._carried
 
     @property
@@ -71,7 +71,7 @@ class RemoteAppend:
 
     def finish(self, after: Event[Any], *, last: bool) -> Event[Any]:
         """See FollowerAppend."""
-        self._handover.is_read("chunk", CHUNKS, after)
+        self._handover.is_read(self._handover.chunk, CHUNKS, after)
         self._ends = last
         return self._counted("append.finish", calls.AppendEnd(self._memory, last), self._rows, after)
 
