@@ -4,7 +4,8 @@ Knows addresses and TLS contexts; the protocol is `tcp.py`'s. No retries and no 
 wants it tries again.
 
 Invariants:
-1. `accept` and `connect` give channels whose handshake is done, or raise; whoever failed it costs a log line and nothing else.
+1. `accept` and `connect` give channels whose handshake is done, or raise; whoever failed it costs a log line and nothing else, and no more
+   than one line a second for each reason.
 2. At most `_STRANGERS_MAX` connections are in their handshake, and as many wait to be accepted; more are let go at once.
 3. After `close`, nothing of the listener is left; channels that were accepted stay.
 """
@@ -27,6 +28,7 @@ from streams.tcp import TcpChannel
 __all__ = ["Listener", "connect", "listen"]
 
 _STRANGERS_MAX = 16
+_SAY_AGAIN_NS = 1_000_000_000
 _log = structlog.get_logger("streams")
 
 
@@ -92,6 +94,7 @@ class Listener:
         self._waiting: deque[TcpChannel] = deque()  # open, not accepted
         self._accepts: deque[asyncio.Future[None]] = deque()
         self._closed = False
+        self._said: dict[str, tuple[int, int]] = {}  # by reason: when a line was written, in ns, and how many were refused since
 
     async def open(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         """Begin to listen. Raises StreamError."""
@@ -144,7 +147,7 @@ class Listener:
 
     def _admit(self, channel: TcpChannel) -> bool:
         if self._closed or len(self._strangers) >= _STRANGERS_MAX or len(self._waiting) >= _STRANGERS_MAX:
-            _log.warning("channel.refused", peer=channel.connection.peer_address, reason="busy", error="too many connections wait")
+            self._refused(channel.connection.peer_address, "busy", "too many connections wait")
             return False
         self._strangers[channel] = None
         channel.opened.on_done(lambda event: self._opened(channel, event))
@@ -155,10 +158,21 @@ class Listener:
         error = event.error()
         if error is not None:
             reason = error.reason if isinstance(error, PeerLost) else "closed"
-            _log.warning("channel.refused", peer=channel.name, reason=str(reason), error=str(error))
+            self._refused(channel.name, str(reason), str(error))
             return
         self._waiting.append(channel)
         self._wake()
+
+    def _refused(self, peer: str, reason: str, error: str) -> None:
+        """Log it, or count it for the next line of this reason."""
+        now = self._clock.now_ns()
+        said, more = self._said.get(reason, (now - _SAY_AGAIN_NS, 0))
+        if now - said < _SAY_AGAIN_NS:
+            self._said[reason] = said, more + 1
+            return
+        self._said[reason] = now, 0
+        counted = {"more": more} if more else {}  # since the last line
+        _log.warning("channel.refused", peer=peer, reason=reason, error=error, **counted)
 
     def _wake(self) -> None:
         while self._accepts and (self._waiting or self._closed):

@@ -12,7 +12,7 @@ from streams import ChannelLimits, PeerLost, Reason, Terms, connect, listen
 from streams.frame import VERSION, Hello, head_of
 from streams.handshake import BadKey, Handshake, read_key
 from streams.tcp import TcpChannel
-from tests.streams.channel_world import KEY, Cable, loopback, terms, turns
+from tests.streams.channel_world import KEY, Cable, ManualClock, loopback, terms, turns
 
 LIMITS = ChannelLimits(frame_bytes_max=1 << 20, queue_max=64, silence_ms_max=1000, beat_ms=200)
 
@@ -172,4 +172,24 @@ async def test_more_strangers_than_there_is_room_for_are_let_go() -> None:
     await turns(20)
     one = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
     await one.close()
+    await listener.close()
+
+
+async def test_strangers_without_room_cost_a_line_a_second() -> None:
+    """The first is a line; those within a second of it are counted, and the next line says how many they were."""
+    clock = ManualClock()
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0), clock=clock)
+    streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(16)]
+    for reader, _ in streams:
+        await reader.readexactly(128)
+    with capture_logs() as logs:
+        for at_ns in (0, 1, 999_999_999, 1_000_000_000, 1_000_000_001):
+            clock.at_ns = at_ns
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            assert await reader.read() == b""
+            writer.close()
+    assert [(log["reason"], log.get("more", 0)) for log in logs if log["event"] == "channel.refused"] == [("busy", 0), ("busy", 2)]
+    for _, writer in streams:
+        writer.close()
+        await writer.wait_closed()
     await listener.close()
