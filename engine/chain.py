@@ -23,6 +23,10 @@ class Chain:
         self._root = tuple(after)
         self._last: dict[str, Event[Any]] = {}
 
+    def last(self, *streams: Stream) -> tuple[Event[Any], ...]:
+        """The step's last operation on each of these streams that has one."""
+        return tuple(self._last[stream.name] for stream in streams if stream.name in self._last)
+
     def submit(
         self, stream: Stream, work: Callable[[], T], *, label: str, after: Sequence[Event[Any]] = (),
         reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), payload_bytes: int = 0,

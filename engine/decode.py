@@ -148,7 +148,9 @@ class DecodeStep:
         name = self._stage.streams.compute.name
 
         def issue(stream_of: Callable[[str], Any]) -> None:
-            self._issue(Chain("", ()), self._stage.streams.renewed(stream_of), table, sampling)
+            chain, streams = Chain("", ()), self._stage.streams.renewed(stream_of)
+            self._issue(chain, streams, table, sampling)
+            self._check(chain, streams)
 
         self._replay = recorder.record(issue, name)
 
@@ -167,6 +169,9 @@ class DecodeStep:
         if sampling is None:
             return chain.submit(streams.compute, lambda: None, label="step.hand_on")  # all of it lies where it is read
         return self._sampling_end.issue(chain, streams, table, sampling)
+
+    def _check(self, chain: Chain, streams: StageStreams) -> None:
+        """A recording ends here: what it must say of itself when it is replayed."""
 
     def _begun(self, chain: Chain, streams: StageStreams, begun: Event[Any]) -> None:
         """The step has begun here: what of it begins on another device."""

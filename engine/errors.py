@@ -9,8 +9,8 @@ from typing import Final, Literal, TypeAlias
 
 __all__ = [
     "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "FormBroken", "NeverFits",
-    "NodeLost", "NotAdmitted", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy", "StaleRevision",
-    "TooLong", "UnknownRequest", "UnknownSession", "shown",
+    "NodeLost", "NotAdmitted", "PARTED", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy",
+    "StaleRevision", "TooLong", "UnknownRequest", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -19,6 +19,7 @@ _REASONS: Final = {
     "missing": "incomplete", "format": "in another format",
 }  # fmt: skip
 
+PARTED: Final = 1 << 30  # in place of a row's first bad layer: the step's devices lost one another
 _CONTEXT_EXCEEDED: Final = "context_length_exceeded"  # OpenAI's: clients shorten the conversation on it
 _SHOWN_MAX = 100
 _SHORT = reprlib.Repr()
@@ -171,7 +172,9 @@ class SessionBroken(ForebayError):
 
     @classmethod
     def not_finite(cls, layer: int, layers: int) -> "SessionBroken":
-        """A value that is not finite came out of a layer, or with `layer == layers` of the head."""
+        """A value that is not finite came out of a layer, or with `layer == layers` of the head; `PARTED` is none."""
+        if layer == PARTED:
+            return cls("owner and peer waited for one another in vain in a step; this request ends, others go on")
         place = "the output head" if layer == layers else f"layer {layer}"
         return cls(f"{place} produced a value that is not finite; this request ends, others go on")
 

@@ -7,6 +7,7 @@ owner does with its own, and feeds its experts likewise; its partial sums are fe
 Invariants:
 1. As `DecodeStep`'s; every operation of the peer comes after what it reads of the owner, by name, and the step's last after all of them.
 2. Work of sessions on the peer's compute stream (tables, cuts) is ordered with steps that are replays as with those that are not.
+3. A replay in which one device gave up waiting for the other says so in the first bad layer of every row (`pair_graphs.py`).
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.chain import Chain
 from engine.decode import DecodeStep
 from engine.model.moe import MoeWeights
+from engine.pair_graphs import mark_parted
 from engine.peer import OWNER_SHARE, Chosen, PeerStep
 from engine.peer_drafts import PeerDrafts
 from engine.sampling_table import SamplingTable
@@ -32,6 +34,7 @@ from kernels.residual import add_norm
 from memory.session import SessionMemory
 from memory.table import StepTable
 from streams import Event
+from streams.graphs import GraphRecorder
 
 __all__ = ["PairStep", "decode_step"]
 
@@ -109,6 +112,17 @@ class PairStep(DecodeStep):
         cleared = streams.peer.compute.submit(work, label="peer.step.abort", session=session, after=fences)
         streams.compute.wait(cleared)
         return super().abort(table, session=session)
+
+    def _check(self, chain: Chain, streams: StageStreams) -> None:
+        """As graphs, each device's waits for the other with a limit: rows of a step in which one was given up are marked."""
+        peers, recorder = streams.peer, self._stage.recorder
+        assert peers is not None, "a pair has the peer's streams"
+        if not isinstance(recorder, GraphRecorder) or recorder.crossing is None:
+            return
+        over = chain.submit(peers.compute, _nothing, label="peer.step.end", after=chain.last(peers.selection, peers.prefetch))
+        work = partial(mark_parted, recorder.crossing, self._bad_layer)
+        after = (over, *chain.last(streams.selection, streams.prefetch))
+        chain.submit(streams.compute, work, label="step.check", after=after, writes=(self._bad_layer,))
 
     def _begun(self, chain: Chain, streams: StageStreams, begun: Event[Any]) -> None:
         assert streams.peer is not None, "a pair has the peer's streams"

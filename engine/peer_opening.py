@@ -40,8 +40,6 @@ def check_peer(owner: torch.device, config: EngineConfig) -> torch.device | None
             raise BadSetting(f"peer {config.peer}: give another of the {torch.cuda.device_count()} cards than {owner}, as in cuda:1")
         if not torch.cuda.can_device_access_peer(owner, peer):
             raise BadSetting(f"peer {config.peer}: {owner} cannot reach its memory; choose cards with peer access, or leave --peer out")
-        if config.graphs == "on":
-            raise BadSetting("graphs on: with a peer on a card every operation of a step is submitted apart; use auto or off")
         _reach(owner, peer)
     return peer
 

@@ -16,6 +16,7 @@ from engine.errors import BadSetting, NeverFits, NotAdmitted
 from engine.forced import ForcedAcceptance, ForcedSelection
 from engine.model.glm import Model
 from engine.model.split import PeerModel
+from engine.pair_graphs import pair_recorder
 from engine.peer import OWNER_SHARE, PeerStage
 from engine.peer_opening import open_peer
 from engine.placing import activations_bytes, device_budget, placement_of, rounds_of
@@ -34,7 +35,8 @@ from memory.registration import registration_for
 from memory.rounds import Rounds
 from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Event, Stream
-from streams.capture import ClosureRecorder, GraphRecorder, Recorder
+from streams.capture import ClosureRecorder, Recorder
+from streams.graphs import GraphRecorder
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
 PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
@@ -181,15 +183,17 @@ def open_stage(
         streams=streams, arena=arena, pool=pool, device=device, ledger=ledger,
         placement=own if pair is None else pair[1], rounds=rounds_of(config, layout, table_layout), copyback=Copyback(streams.copyback),
         share=WHOLE if pair is None else OWNER_SHARE, peer=None if pair is None else pair[0],
-        append_rows=config.append_chunk_rows, recorder=_recorder(config, device),
+        append_rows=config.append_chunk_rows, recorder=_recorder(config, device, peer),
         forced=ForcedSelection(config.force_miss_rate, facts.top_k) if config.force_miss_rate else None,
         forced_acceptance=ForcedAcceptance(config.force_accept_rate, facts.vocabulary) if config.force_accept_rate else None,
         carry=None if alone else backend.stream(f"{name}.carry"),
     )  # fmt: skip
 
 
-def _recorder(config: EngineConfig, device: torch.device) -> Recorder | None:
+def _recorder(config: EngineConfig, device: torch.device, peer: PeerModel | None) -> Recorder | None:
     """What makes recordings of steps: graphs on a device unless they are off; on the CPU only when asked for, since they save nothing."""
     if device.type == "cpu":
         return ClosureRecorder() if config.graphs == "on" else None
-    return None if config.graphs == "off" or config.peer else GraphRecorder(device)
+    if config.graphs == "off":
+        return None
+    return GraphRecorder(device) if peer is None else pair_recorder(device, peer.device)

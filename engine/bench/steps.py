@@ -1,11 +1,12 @@
 """Decode steps on a tape: which operation ran when, on which stream.
 
 Where steps are replays of a recording, the recording itself takes the device's times around every piece of its work, and the tape holds one
-step, the last; what the times cost (a few microseconds an operation) is in it. Elsewhere the streams are observed over the last tokens.
+step, the last; what the times cost (a few microseconds an operation) is in it. Elsewhere, and on two devices, the streams are observed over
+the last tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from engine.engine import Engine
 from engine.peer_opening import check_peer
 from engine.sampling import Sampling
 from streams import Event, Tape, TapeRecorder
-from streams.capture import GraphRecorder, Mark
+from streams.graphs import GraphRecorder, Mark
 from streams.tape import Completed, Header, Record, Submitted
 
 __all__ = ["tape_of_marks", "taped_steps"]
@@ -67,6 +68,8 @@ async def taped_steps(load: Load, config: EngineConfig, watch: Watch) -> Tape:
 
 async def _taped(load: Load, config: EngineConfig, watch: Watch) -> Tape:
     device = device_of(config)
+    if config.peer:
+        config = replace(config, graphs="off")  # times of two devices cannot be compared: what the host sees can
     records: list[Record] = []
     observer = _Switched(TapeRecorder(records.extend))
     backend = streams_of(device, observer, peer=check_peer(device, config))

@@ -1,0 +1,234 @@
+"""Recordings of a device's work as its graphs: one graph, or one for each part of a chain that spans two devices.
+
+Edges within a part are captured event waits. An edge between parts is a flag (`crossing.py`): raised behind the work it says is done, on a
+branch of its own, and awaited once by the other part, whatever the number of those who need it. Knows no steps.
+
+Invariants:
+1. As `capture.py`'s.
+2. A wait for a flag comes behind everything that was issued to its part before it. So at most one wait of a part spins at a time, and no
+   order in which a device may run what a graph leaves open can lock two parts up: of all work not done, the part that has the work
+   issued first has nothing spinning before it.
+3. A replay is over, for the stream that it began on, when all its graphs are, also when one of them could not be launched.
+4. Graphs of one part share a pool of scratch memory, those of two never do: parts run at once.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from streams.capture import RecordingStream
+from streams.crossing import Crossing
+from streams.event import Event
+from streams.stream import Stream
+
+__all__ = ["GraphRecorder", "Mark"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One piece of recorded work and the device's times around it, taken anew by every replay."""
+
+    label: str
+    stream: str
+    after: tuple[int, ...]  # places among the marks
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class _GraphEvent(Event[T]):
+    __slots__ = ("flag", "marker", "part")
+
+    def __init__(self, label: str, stream: str, part: "_Part", marker: torch.cuda.Event) -> None:
+        super().__init__(label, stream=stream)
+        self.part, self.marker = part, marker
+        self.flag: Tensor | None = None  # what other parts wait for, once one does
+
+
+class _GraphStream(RecordingStream):
+    def __init__(self, name: str, part: "_Part") -> None:
+        super().__init__(name)
+        self.stream = torch.cuda.Stream(part.device, priority=-1)
+        self.last: torch.cuda.Event | None = None
+        self._part = part
+
+    def submit(
+        self, work: Callable[[], T], *, label: str, session: str = "", after: Sequence[Event[Any]] = (),
+        reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), payload_bytes: int = 0,
+    ) -> Event[T]:  # fmt: skip
+        """Launch the work into the graph behind what it comes after."""
+        part = self._part
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            if self.last is None:
+                self.stream.wait_event(part.begun)
+            for event in after:
+                assert isinstance(event, _GraphEvent), f"{label} comes after {event!r}, which is not part of the graph"
+                if event.part is not part:
+                    part.cross(self, event)
+                elif event.stream != self.name:
+                    self.stream.wait_event(event.marker)
+            begin = self._timed()
+            work()
+            end = self._timed()
+            self.last = _marker(self.stream)
+        event_of_work: _GraphEvent[T] = _GraphEvent(label, self.name, part, self.last)
+        if part.marks is not None and begin is not None and end is not None:
+            event_of_work.number = len(part.marks)
+            part.marks.append(Mark(label, self.name, tuple(event.number for event in after), begin, end))
+        return event_of_work
+
+    def _timed(self) -> torch.cuda.Event | None:
+        """A time that every replay takes here; None unless marks are kept."""
+        if self._part.marks is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self.stream)
+        return event
+
+
+class _Part:
+    """One graph of a recording, and the streams that are captured into it."""
+
+    def __init__(self, name: str, device: torch.device, marks: list[Mark] | None, crossing: Crossing | None) -> None:
+        self.name, self.device, self.marks = name, device, marks
+        # Of several, all are made once none is captured any more: what making one asks of a driver must not fall into another.
+        self.graph = torch.cuda.CUDAGraph(keep_graph=crossing is not None)
+        self.lead = torch.cuda.Stream(device, priority=-1)  # where the graph begins and ends, and flags are raised
+        self._crossing = crossing
+        self._streams: dict[str, _GraphStream] = {}
+        self._arrived: dict[Event[Any], torch.cuda.Event] = {}  # behind the wait for an event of another part
+
+    def stream(self, name: str) -> _GraphStream:
+        """The stream of that name."""
+        if name not in self._streams:
+            self._streams[name] = _GraphStream(name, self)
+        return self._streams[name]
+
+    def begin(self, pool: Any) -> None:
+        """Capture from here on."""
+        with torch.cuda.stream(self.lead):
+            # Other threads may go on: what they ask of the driver is not this capture's business.
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            if self._crossing is not None:
+                self._crossing.work.advance(self._crossing.epoch_of[self.name])
+            self.begun = _marker(self.lead)
+
+    def cross(self, waiting: _GraphStream, event: "_GraphEvent[Any]") -> None:
+        """Let what comes next on a stream follow an event of another part."""
+        crossing = self._crossing
+        assert crossing is not None, "only a recording with a crossing has several parts"
+        if event in self._arrived:
+            waiting.stream.wait_event(self._arrived[event])
+            return
+        flag = event.part.raised(event)
+        for other in self._streams.values():
+            if other is not waiting and other.last is not None:
+                waiting.stream.wait_event(other.last)
+        waiting.stream.wait_event(_marker(self.lead))
+        crossing.work.wait(flag, crossing.epoch_of[self.name], crossing.lost)
+        waiting.last = self._arrived[event] = _marker(waiting.stream)
+
+    def raised(self, event: "_GraphEvent[Any]") -> Tensor:
+        """The flag that says that an event of this part has happened."""
+        crossing = self._crossing
+        assert crossing is not None, "asked for by `cross`"
+        if event.flag is None:
+            event.flag = crossing.next_flag()
+            with torch.cuda.stream(self.lead):
+                self.lead.wait_event(event.marker)
+                crossing.work.signal(event.flag, crossing.epoch_of[self.name])
+        return event.flag
+
+    def join(self) -> None:
+        """All that was captured comes before the graph's end."""
+        for side in self._streams.values():
+            if side.last is not None:
+                self.lead.wait_event(side.last)
+
+    def end(self) -> None:
+        """Capture no more."""
+        with torch.cuda.stream(self.lead):
+            self.graph.capture_end()
+
+
+class GraphRecorder:
+    """Graphs of one device, or of both parts of a pair. All recordings share each part's scratch memory: two replays never run at once."""
+
+    def __init__(self, device: torch.device, crossing: Crossing | None = None) -> None:
+        """Args: crossing: of several parts, of which `device` has the first; None: all streams are the device's."""
+        self.marks: list[Mark] | None = None  # set to a list before a recording: it then takes times around its work, at a cost
+        self.crossing = crossing
+        self._devices = {"": device} if crossing is None else crossing.devices
+        self._pools: dict[str, Any] = {}
+
+    def record(self, issue: Callable[[Callable[[str], Stream]], None], main: str) -> Callable[[], None]:
+        """See Recorder. Nothing is run; no device is waited for."""
+        crossing = self.crossing
+        assert self.marks is None or crossing is None, "times of two devices cannot be compared"
+        parts = {name: _Part(name, device, self.marks, crossing) for name, device in self._devices.items()}
+        if crossing is not None:
+            crossing.restart()
+
+        def stream_of(name: str) -> Stream:
+            return parts["" if crossing is None else crossing.part_of(name)].stream(name)
+
+        first = stream_of(main)
+        assert isinstance(first, _GraphStream), "made above"
+        with torch.cuda.stream(first.stream), ExitStack() as ends:
+            for name, part in parts.items():
+                if name not in self._pools:
+                    with torch.cuda.device(part.device):
+                        self._pools[name] = torch.cuda.graph_pool_handle()
+                part.begin(self._pools[name])
+                ends.callback(part.end)
+            issue(stream_of)
+            for part in parts.values():
+                part.join()
+        if crossing is None:
+            return parts[""].graph.replay
+        for part in parts.values():
+            with torch.cuda.device(part.device):
+                part.graph.instantiate()
+        return _together(crossing, parts)
+
+
+def _together(crossing: Crossing, parts: dict[str, _Part]) -> Callable[[], None]:
+    """Replay the graphs of all parts: the first one's on the current stream of its device, the others' beside it."""
+    own = parts[""]
+    others = [(part, torch.cuda.Stream(part.device, priority=-1), torch.cuda.Event()) for part in parts.values() if part is not own]
+    begun = torch.cuda.Event()
+
+    def replay() -> None:
+        here = torch.cuda.current_stream(own.device)
+        begun.record(here)
+        align = crossing.begin()
+        try:
+            for part, stream, ended in others:
+                with torch.cuda.stream(stream):
+                    stream.wait_event(begun)
+                    align(part.name)
+                    part.graph.replay()
+                    ended.record(stream)
+            align(own.name)
+            own.graph.replay()
+        except BaseException:
+            crossing.give_up()
+            raise
+        finally:
+            # Behind the own graph, which the others wait for: of one that was not launched this is its last replay, which is over.
+            for _, _, ended in others:
+                here.wait_event(ended)
+
+    return replay
+
+
+def _marker(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that a stream was given so far."""
+    marker = torch.cuda.Event()
+    marker.record(stream)
+    return marker
