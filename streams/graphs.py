@@ -5,9 +5,8 @@ branch of its own, and awaited once by the other part, whatever the number of th
 
 Invariants:
 1. As `capture.py`'s.
-2. A wait for a flag comes behind everything that was issued to its part before it. So at most one wait of a part spins at a time, and no
-   order in which a device may run what a graph leaves open can lock two parts up: of all work not done, the part that has the work
-   issued first has nothing spinning before it.
+2. A wait for a flag comes behind every flag that its part raised before. So no order in which a device may run what a graph leaves open
+   can lock two parts up, not even one queue for all of a graph: what a wait may stand before, nobody needs who raises its flag.
 3. A replay is over, for the stream that it began on, when all its graphs are, also when one of them could not be launched.
 4. Graphs of one part share a pool of scratch memory, those of two never do: parts run at once.
 """
@@ -126,10 +125,7 @@ class _Part:
             waiting.stream.wait_event(self._arrived[event])
             return
         flag = event.part.raised(event)
-        for other in self._streams.values():
-            if other is not waiting and other.last is not None:
-                waiting.stream.wait_event(other.last)
-        waiting.stream.wait_event(_marker(self.lead))
+        waiting.stream.wait_event(_marker(self.lead))  # see invariant 2
         crossing.work.wait(flag, crossing.epoch_of[self.name], crossing.lost)
         waiting.last = self._arrived[event] = _marker(waiting.stream)
 
