@@ -161,6 +161,9 @@ class GraphRecorder:
         self.crossing = crossing
         self._devices = {"": device} if crossing is None else crossing.devices
         self._pools: dict[str, Any] = {}
+        # Made once, soon after the streams of the backend: torch has 32 of a priority and gives them out again, and of two graphs that came
+        # to share one stream the second would not begin while the first waits for it.
+        self._beside = {name: torch.cuda.Stream(of, priority=-1) for name, of in self._devices.items() if name}
 
     def record(self, issue: Callable[[Callable[[str], Stream]], None], main: str) -> Callable[[], None]:
         """See Recorder. Nothing is run; no device is waited for."""
@@ -190,13 +193,12 @@ class GraphRecorder:
         for part in parts.values():
             with torch.cuda.device(part.device):
                 part.graph.instantiate()
-        return _together(crossing, parts)
+        return _together(crossing, parts[""], [(part, self._beside[name]) for name, part in parts.items() if name])
 
 
-def _together(crossing: Crossing, parts: dict[str, _Part]) -> Callable[[], None]:
-    """Replay the graphs of all parts: the first one's on the current stream of its device, the others' beside it."""
-    own = parts[""]
-    others = [(part, torch.cuda.Stream(part.device, priority=-1), torch.cuda.Event()) for part in parts.values() if part is not own]
+def _together(crossing: Crossing, own: _Part, beside: Sequence[tuple[_Part, torch.cuda.Stream]]) -> Callable[[], None]:
+    """Replay the graphs of all parts: the first one's on the current stream of its device, the others' on streams of their own."""
+    others = [(part, stream, torch.cuda.Event()) for part, stream in beside]
     begun = torch.cuda.Event()
 
     def replay() -> None:

@@ -90,7 +90,7 @@ EOF
 
 tests() { # all skipped is no result
     [ -n "${SMALL:-}" ] || $PYTHON -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)' || { echo "there are no two cards"; return 1; }
-    $PYTHON -m pytest -q -m gpu -p no:benchmark tests/engine/test_two_cards.py
+    $PYTHON -m pytest -q -m gpu -p no:benchmark tests/engine/test_two_cards.py tests/engine/test_pair_graphs_on_device.py
 }
 
 failed=0
