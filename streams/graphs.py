@@ -197,7 +197,11 @@ class GraphRecorder:
 
 
 def _together(crossing: Crossing, own: _Part, beside: Sequence[tuple[_Part, torch.cuda.Stream]]) -> Callable[[], None]:
-    """Replay the graphs of all parts: the first one's on the current stream of its device, the others' on streams of their own."""
+    """Replay the graphs of all parts: the first one's on the current stream of its device, the others' on streams of their own.
+
+    The first leads: it goes on without the others by what it holds itself, where they would read addresses that it never wrote. So it is
+    launched first, and where it cannot be, none is.
+    """
     others = [(part, stream, torch.cuda.Event()) for part, stream in beside]
     begun = torch.cuda.Event()
 
@@ -206,19 +210,19 @@ def _together(crossing: Crossing, own: _Part, beside: Sequence[tuple[_Part, torc
         begun.record(here)
         align = crossing.begin()
         try:
+            align(own.name)
+            own.graph.replay()
             for part, stream, ended in others:
                 with torch.cuda.stream(stream):
                     stream.wait_event(begun)
                     align(part.name)
                     part.graph.replay()
                     ended.record(stream)
-            align(own.name)
-            own.graph.replay()
         except BaseException:
             crossing.give_up()
             raise
         finally:
-            # Behind the own graph, which the others wait for: of one that was not launched this is its last replay, which is over.
+            # Behind the own graph, which the others wait for. Of one that was not launched this is its last replay, which is over.
             for _, _, ended in others:
                 here.wait_event(ended)
 

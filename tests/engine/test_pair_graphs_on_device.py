@@ -181,14 +181,14 @@ async def test_forks_cuts_stops_and_company(checkpoint: Path, other: torch.devic
 async def test_a_graph_that_is_not_launched_breaks_its_session_only(
     checkpoint: Path, other: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peer's graph, launched alone, ends without the owner's; then other sessions say their usual tokens by replays."""
+    """The owner's graph, launched alone, ends without the peer's; then other sessions say their usual tokens by replays."""
     async with Engine.open(checkpoint, cards(other, prefix_cache="off")) as engine:
         usual = await collect(engine, [(ids(70, 3), 20)])
         launch, launches = torch.cuda.CUDAGraph.replay, []
 
         def refusing(graph: torch.cuda.CUDAGraph) -> None:
             launches.append(graph)
-            if len(launches) == 20:  # the tenth step's second, the owner's
+            if len(launches) == 20:  # the tenth step's second, the peer's
                 raise RuntimeError("the driver refuses this launch")
             launch(graph)
 
@@ -196,7 +196,7 @@ async def test_a_graph_that_is_not_launched_breaks_its_session_only(
         began = time.monotonic()
         with pytest.raises(SessionBroken, match="refuses this launch"):
             await collect(engine, [(ids(80, 1), 60)])
-        assert time.monotonic() - began < 5, "the peer's graph was not told that nobody comes"
+        assert time.monotonic() - began < 5, "the owner's graph was not told that nobody comes"
         for _ in range(2):
             assert usual.same_bits(await collect(engine, [(ids(70, 3), 20)]))
         assert len(launches) > 60
