@@ -34,7 +34,7 @@ from kernels.residual import add_norm
 from memory.session import SessionMemory
 from memory.table import StepTable
 from streams import Event
-from streams.graphs import GraphRecorder
+from streams.graphs import PairRecorder
 
 __all__ = ["PairStep", "decode_step"]
 
@@ -117,7 +117,7 @@ class PairStep(DecodeStep):
         """As graphs, each device's waits for the other with a limit: rows of a step in which one was given up are marked."""
         peers, recorder = streams.peer, self._stage.recorder
         assert peers is not None, "a pair has the peer's streams"
-        if not isinstance(recorder, GraphRecorder) or recorder.crossing is None:
+        if not isinstance(recorder, PairRecorder):
             return
         over = chain.submit(peers.compute, _nothing, label="peer.step.end", after=chain.last(peers.selection, peers.prefetch))
         work = partial(mark_parted, recorder.crossing, self._bad_layer)

@@ -9,14 +9,14 @@ from torch import Tensor
 from engine.errors import PARTED
 from kernels.flag import advance_epoch, await_flag, mark_lost, raise_flag
 from streams.crossing import Crossing, FlagWork
-from streams.graphs import GraphRecorder
+from streams.graphs import PairRecorder
 
 __all__ = ["mark_parted", "pair_recorder"]
 
 _PEER = ".peer."  # in the names of the peer's streams, see `StageStreams.of`
 
 
-def pair_recorder(owner: torch.device, peer: torch.device) -> GraphRecorder:
+def pair_recorder(owner: torch.device, peer: torch.device) -> PairRecorder:
     """What records steps of a pair. Waits for both devices: their kernels of flags are compiled, which no recording may do."""
     crossing = Crossing({"": owner, _PEER: peer}, FlagWork(advance_epoch, raise_flag, await_flag))
     crossing.restart()
@@ -29,7 +29,7 @@ def pair_recorder(owner: torch.device, peer: torch.device) -> GraphRecorder:
             advance_epoch(epoch)
             epoch.zero_()
             torch.cuda.synchronize(epoch.device)
-    return GraphRecorder(owner, crossing)
+    return PairRecorder(crossing)
 
 
 def mark_parted(crossing: Crossing, bad_layer: Tensor) -> None:

@@ -35,8 +35,7 @@ from memory.registration import registration_for
 from memory.rounds import Rounds
 from memory.row import key_format, key_layout, row_layout
 from streams import Backend, Event, Stream
-from streams.capture import ClosureRecorder, Recorder
-from streams.graphs import GraphRecorder
+from streams.capture import ClosureRecorder, GraphRecorder, Recorder
 
 ArenaOf: TypeAlias = Callable[[BlockLayout, int, Ledger], Arena]
 PoolOf: TypeAlias = Callable[[torch.device, int | None, Ledger], Pool]
@@ -191,9 +190,10 @@ def open_stage(
 
 
 def _recorder(config: EngineConfig, device: torch.device, peer: PeerModel | None) -> Recorder | None:
-    """What makes recordings of steps: graphs on a device unless they are off; on the CPU only when asked for, since they save nothing."""
+    """What makes recordings of steps: graphs on a device unless they are off; only when asked for on the CPU, where they save nothing, and
+    on a pair of cards, where they have not run."""
     if device.type == "cpu":
         return ClosureRecorder() if config.graphs == "on" else None
-    if config.graphs == "off":
-        return None
-    return GraphRecorder(device) if peer is None else pair_recorder(device, peer.device)
+    if peer is not None:
+        return pair_recorder(device, peer.device) if config.graphs == "on" else None
+    return None if config.graphs == "off" else GraphRecorder(device)

@@ -1,4 +1,4 @@
-"""Recording a chain of work once, to run it again as one operation: a device's graphs (`graphs.py`), or on the CPU the closures in order.
+"""Recording a chain of work once, to run it again as one operation: a device's graph, or on the CPU the closures in order.
 
 The streams made here look like a backend's: whoever submits work to them issues the very calls of an eager run, and waits between streams
 become edges. Knows no steps.
@@ -10,14 +10,16 @@ Invariants:
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from streams.event import Event
 from streams.stream import Stream
 
-__all__ = ["ClosureRecorder", "Recorder", "RecordingStream"]
+__all__ = ["ClosureRecorder", "GraphRecorder", "Mark", "Recorder", "RecordingStream"]
 
 T = TypeVar("T")
 
@@ -82,3 +84,95 @@ class ClosureRecorder:
                 work()
 
         return replay
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One piece of recorded work and the device's times around it, taken anew by every replay."""
+
+    label: str
+    stream: str
+    after: tuple[int, ...]  # places among the marks
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class _GraphEvent(Event[T]):
+    __slots__ = ("marker",)
+
+    def __init__(self, label: str, stream: str, marker: torch.cuda.Event) -> None:
+        super().__init__(label, stream=stream)
+        self.marker = marker
+
+
+class _GraphStream(RecordingStream):
+    def __init__(self, name: str, stream: torch.cuda.Stream, marks: list[Mark] | None) -> None:
+        super().__init__(name)
+        self.stream = stream
+        self.last: torch.cuda.Event | None = None
+        self._marks = marks
+
+    def submit(
+        self, work: Callable[[], T], *, label: str, session: str = "", after: Sequence[Event[Any]] = (),
+        reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = (), payload_bytes: int = 0,
+    ) -> Event[T]:  # fmt: skip
+        """Launch the work into the graph behind what it comes after."""
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            for event in after:
+                assert isinstance(event, _GraphEvent), f"{label} comes after {event!r}, which is not part of the graph"
+                if event.stream != self.name:
+                    self.stream.wait_event(event.marker)
+            begin = self._timed()
+            work()
+            end = self._timed()
+            marker = torch.cuda.Event()
+            marker.record(self.stream)
+        self.last = marker
+        event_of_work: _GraphEvent[T] = _GraphEvent(label, self.name, marker)
+        if self._marks is not None and begin is not None and end is not None:
+            event_of_work.number = len(self._marks)
+            self._marks.append(Mark(label, self.name, tuple(event.number for event in after), begin, end))
+        return event_of_work
+
+    def _timed(self) -> torch.cuda.Event | None:
+        """A time that every replay takes here; None unless marks are kept."""
+        if self._marks is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        event.record(self.stream)
+        return event
+
+
+class GraphRecorder:
+    """A device's graphs. They share one pool of scratch memory, so two of them must never run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.marks: list[Mark] | None = None  # set to a list before a recording: it then takes times around its work, at a cost
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, issue: Callable[[Callable[[str], Stream]], None], main: str) -> Callable[[], None]:
+        """See Recorder. Nothing is run; the device is not waited for."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        streams: dict[str, _GraphStream] = {}
+
+        def stream_of(name: str) -> Stream:
+            if name not in streams:
+                streams[name] = _GraphStream(name, torch.cuda.Stream(self._device, priority=-1), self.marks)
+            return streams[name]
+
+        begun = stream_of(main)
+        assert isinstance(begun, _GraphStream), "made above"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(begun.stream):
+            # Other threads may go on: what they ask of the driver is not this capture's business.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                issue(stream_of)
+                for side in streams.values():
+                    if side is not begun and side.last is not None:
+                        begun.stream.wait_event(side.last)
+            finally:
+                graph.capture_end()
+        return graph.replay

@@ -1,4 +1,4 @@
-"""Recordings of a device's work as its graphs: one graph, or one for each part of a chain that spans two devices.
+"""Recordings of a chain that spans two devices, as a graph for each part of it.
 
 Edges within a part are captured event waits. An edge between parts is a flag (`crossing.py`): raised behind the work it says is done, on a
 branch of its own, and awaited once by the other part, whatever the number of those who need it. Knows no steps.
@@ -13,7 +13,6 @@ Invariants:
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,20 +23,9 @@ from streams.crossing import Crossing
 from streams.event import Event
 from streams.stream import Stream
 
-__all__ = ["GraphRecorder", "Mark"]
+__all__ = ["PairRecorder"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """One piece of recorded work and the device's times around it, taken anew by every replay."""
-
-    label: str
-    stream: str
-    after: tuple[int, ...]  # places among the marks
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
 
 
 class _GraphEvent(Event[T]):
@@ -71,32 +59,18 @@ class _GraphStream(RecordingStream):
                     part.cross(self, event)
                 elif event.stream != self.name:
                     self.stream.wait_event(event.marker)
-            begin = self._timed()
             work()
-            end = self._timed()
             self.last = _marker(self.stream)
-        event_of_work: _GraphEvent[T] = _GraphEvent(label, self.name, part, self.last)
-        if part.marks is not None and begin is not None and end is not None:
-            event_of_work.number = len(part.marks)
-            part.marks.append(Mark(label, self.name, tuple(event.number for event in after), begin, end))
-        return event_of_work
-
-    def _timed(self) -> torch.cuda.Event | None:
-        """A time that every replay takes here; None unless marks are kept."""
-        if self._part.marks is None:
-            return None
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        event.record(self.stream)
-        return event
+        return _GraphEvent(label, self.name, part, self.last)
 
 
 class _Part:
     """One graph of a recording, and the streams that are captured into it."""
 
-    def __init__(self, name: str, device: torch.device, marks: list[Mark] | None, crossing: Crossing | None) -> None:
-        self.name, self.device, self.marks = name, device, marks
+    def __init__(self, name: str, device: torch.device, crossing: Crossing) -> None:
+        self.name, self.device = name, device
         # Of several, all are made once none is captured any more: what making one asks of a driver must not fall into another.
-        self.graph = torch.cuda.CUDAGraph(keep_graph=crossing is not None)
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
         self.lead = torch.cuda.Stream(device, priority=-1)  # where the graph begins and ends, and flags are raised
         self._crossing = crossing
         self._streams: dict[str, _GraphStream] = {}
@@ -113,14 +87,12 @@ class _Part:
         with torch.cuda.stream(self.lead):
             # Other threads may go on: what they ask of the driver is not this capture's business.
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            if self._crossing is not None:
-                self._crossing.work.advance(self._crossing.epoch_of[self.name])
+            self._crossing.work.advance(self._crossing.epoch_of[self.name])
             self.begun = _marker(self.lead)
 
     def cross(self, waiting: _GraphStream, event: "_GraphEvent[Any]") -> None:
         """Let what comes next on a stream follow an event of another part."""
         crossing = self._crossing
-        assert crossing is not None, "only a recording with a crossing has several parts"
         if event in self._arrived:
             waiting.stream.wait_event(self._arrived[event])
             return
@@ -132,7 +104,6 @@ class _Part:
     def raised(self, event: "_GraphEvent[Any]") -> Tensor:
         """The flag that says that an event of this part has happened."""
         crossing = self._crossing
-        assert crossing is not None, "asked for by `cross`"
         if event.flag is None:
             event.flag = crossing.next_flag()
             with torch.cuda.stream(self.lead):
@@ -152,14 +123,12 @@ class _Part:
             self.graph.capture_end()
 
 
-class GraphRecorder:
-    """Graphs of one device, or of both parts of a pair. All recordings share each part's scratch memory: two replays never run at once."""
+class PairRecorder:
+    """Graphs of both parts of a pair. All recordings share each part's scratch memory: two replays never run at once."""
 
-    def __init__(self, device: torch.device, crossing: Crossing | None = None) -> None:
-        """Args: crossing: of several parts, of which `device` has the first; None: all streams are the device's."""
-        self.marks: list[Mark] | None = None  # set to a list before a recording: it then takes times around its work, at a cost
+    def __init__(self, crossing: Crossing) -> None:
         self.crossing = crossing
-        self._devices = {"": device} if crossing is None else crossing.devices
+        self._devices = crossing.devices
         self._pools: dict[str, Any] = {}
         # Made once, soon after the streams of the backend: torch has 32 of a priority and gives them out again, and of two graphs that came
         # to share one stream the second would not begin while the first waits for it.
@@ -168,13 +137,11 @@ class GraphRecorder:
     def record(self, issue: Callable[[Callable[[str], Stream]], None], main: str) -> Callable[[], None]:
         """See Recorder. Nothing is run; no device is waited for."""
         crossing = self.crossing
-        assert self.marks is None or crossing is None, "times of two devices cannot be compared"
-        parts = {name: _Part(name, device, self.marks, crossing) for name, device in self._devices.items()}
-        if crossing is not None:
-            crossing.restart()
+        parts = {name: _Part(name, device, crossing) for name, device in self._devices.items()}
+        crossing.restart()
 
         def stream_of(name: str) -> Stream:
-            return parts["" if crossing is None else crossing.part_of(name)].stream(name)
+            return parts[crossing.part_of(name)].stream(name)
 
         first = stream_of(main)
         assert isinstance(first, _GraphStream), "made above"
@@ -188,8 +155,6 @@ class GraphRecorder:
             issue(stream_of)
             for part in parts.values():
                 part.join()
-        if crossing is None:
-            return parts[""].graph.replay
         for part in parts.values():
             with torch.cuda.device(part.device):
                 part.graph.instantiate()

@@ -26,8 +26,8 @@ from engine.config import EngineConfig
 from engine.device import device_of, streams_of
 from engine.errors import BadSetting
 from streams import Event, Stream
+from streams.capture import GraphRecorder
 from streams.device import DeviceBackend
-from streams.graphs import GraphRecorder
 
 __all__ = ["HostTimes", "as_json", "measure_host", "percentile", "table"]
 

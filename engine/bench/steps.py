@@ -1,8 +1,8 @@
 """Decode steps on a tape: which operation ran when, on which stream.
 
 Where steps are replays of a recording, the recording itself takes the device's times around every piece of its work, and the tape holds one
-step, the last; what the times cost (a few microseconds an operation) is in it. Elsewhere, and on two devices, the streams are observed over
-the last tokens.
+step, the last; what the times cost (a few microseconds an operation) is in it. Elsewhere, and on two devices, the streams are
+observed over the last tokens.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.peer_opening import check_peer
 from engine.sampling import Sampling
 from streams import Event, Tape, TapeRecorder
-from streams.graphs import GraphRecorder, Mark
+from streams.capture import GraphRecorder, Mark
 from streams.tape import Completed, Header, Record, Submitted
 
 __all__ = ["tape_of_marks", "taped_steps"]

@@ -19,7 +19,7 @@ from engine.errors import SessionBroken
 from engine.pair_graphs import pair_recorder
 from kernels.flag import advance_epoch, await_flag, mark_lost, raise_flag
 from streams.event import Event
-from streams.graphs import GraphRecorder
+from streams.graphs import PairRecorder
 from streams.stream import Stream
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.runs import collect, small
@@ -51,12 +51,14 @@ def other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 
 def cards(other: torch.device, **changes: object) -> EngineConfig:
-    return small(**{"device": "cuda", "peer": str(other), "dtype": "f32", "hot_rows": TOP_K, "decode_batch_limit": 2, **changes})
+    return small(
+        **{"device": "cuda", "peer": str(other), "dtype": "f32", "hot_rows": TOP_K, "decode_batch_limit": 2, "graphs": "on", **changes}
+    )
 
 
-def recorder_of(engine: Engine) -> GraphRecorder:
+def recorder_of(engine: Engine) -> PairRecorder:
     recorder = engine.stage.recorder
-    assert isinstance(recorder, GraphRecorder)
+    assert isinstance(recorder, PairRecorder)
     return recorder
 
 

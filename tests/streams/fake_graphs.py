@@ -23,7 +23,7 @@ from kernels.flag import advance_epoch, await_flag, raise_flag
 from streams.capture import RecordingStream
 from streams.crossing import FlagWork
 from streams.event import Event
-from streams.graphs import GraphRecorder
+from streams.graphs import PairRecorder
 from streams.stream import Stream
 
 
@@ -215,11 +215,11 @@ class _Deferring(RecordingStream):
         return self._stream.submit(lambda: self._device.launch(work, label), label=label, **given)
 
 
-class FakeRecorder(GraphRecorder):
+class FakeRecorder(PairRecorder):
     """The recorder over a device that is not there; a replay has run when it returns."""
 
     def __init__(self, fake: FakeDevice, *given: Any) -> None:
-        super().__init__(torch.device("cpu"), *given)
+        super().__init__(*given)
         self._fake = fake
 
     def record(self, issue: Callable[[Callable[[str], Stream]], None], main: str) -> Callable[[], None]:

@@ -115,18 +115,6 @@ def test_any_order_keeps_every_edge(monkeypatch: pytest.MonkeyPatch, seed: int, 
     assert [int(epoch) for epoch in recorder.crossing.epoch_of.values()] == [5, 5]
 
 
-def test_one_device_has_one_graph_and_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without another part the recorder makes what it always made."""
-    fake = FakeDevice()
-    fake.install(monkeypatch)
-    chained = Chained()
-    recorder = FakeRecorder(fake)
-    recorder.record(pair(chained), "s.compute")()
-    (graph,) = fake.graphs
-    assert labels(graph.nodes) == []
-    assert len(chained.said) == 7
-
-
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_launch_that_fails_ends_the_other_and_leaves_both_in_step(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     """The replay raises; a graph that was launched ends without the other; the next replays run as if nothing had been."""

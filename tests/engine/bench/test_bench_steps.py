@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ForebayError
 from server import serve
 from streams import Tape, picture
-from streams.graphs import Mark
+from streams.capture import Mark
 from streams.tape import Completed, Header, Submitted
 from tests.engine.bench.arms import FLAGS, line
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
