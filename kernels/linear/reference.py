@@ -10,16 +10,20 @@ from kernels.tile import TILE_ROWS, empty_tiles, padded_rows, tiled_rows
 
 __all__ = ["heads_linear", "linear"]
 
+_OUTPUTS_MIN = 16  # of fewer, some processors' products have bits that follow from a row's place in its tile
+
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x · weight^T`; see the package page."""
-    rows = x.shape[0]
+    rows, outputs = x.shape[0], weight.shape[0]
     tiles = tiled_rows(x)
+    if outputs < _OUTPUTS_MIN:
+        weight = torch.cat((weight, weight.new_zeros(_OUTPUTS_MIN - outputs, weight.shape[1])))
     transposed = weight.t()
     out = torch.empty((tiles.shape[0], weight.shape[0]), dtype=x.dtype)
     for start in range(0, tiles.shape[0], TILE_ROWS):
         torch.mm(tiles[start : start + TILE_ROWS], transposed, out=out[start : start + TILE_ROWS])
-    return out[:rows]
+    return out[:rows, :outputs].contiguous()
 
 
 def heads_linear(x: Tensor, weight: Tensor) -> Tensor:

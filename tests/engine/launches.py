@@ -91,6 +91,7 @@ class _Memory:
         self.pages = SimpleNamespace(table=torch.empty((self._layout.key_layers, pages), dtype=torch.int64, device=_META))
         self.hidden = torch.empty((HIDDEN_ROWS, stage.model.config.hidden), device=_META)
         self.state = torch.empty(_STATE_FIELDS, dtype=torch.int64, device=_META)
+        self.operations = SimpleNamespace(hold=lambda event: None)
 
     def begin_append(self, rows: int, compute: Any) -> AppendChunk:
         """See SessionMemory."""
