@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from engine.config import ClusterConfig, EngineConfig
 from engine.engine import Engine
@@ -102,6 +103,11 @@ async def test_a_channel_that_has_ended_meets_nobody() -> None:
     assert not failed
 
 
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that is stored, by name."""
+    return {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
 def scaled(checkpoint: Path, into: Path, part: str) -> Path:
     """A copy of the checkpoint in which one layer has other values."""
     shutil.copytree(checkpoint, into)
@@ -125,13 +131,29 @@ async def test_a_node_with_other_weights_ends_the_head(checkpoint: Path, key: Pa
                 pass
 
 
+async def test_layers_that_the_head_cannot_see_are_said(checkpoint: Path, key: Path, tmp_path: Path) -> None:
+    """A head without the file of one of the node's layers takes the node, and a warning counts that layer."""
+    part = tmp_path / "part"
+    shutil.copytree(checkpoint, part, ignore=shutil.ignore_patterns("*.safetensors*"))
+    held = tensors_of(checkpoint)
+    file_of = {name: "absent.safetensors" if ".layers.0." in name else "here.safetensors" for name in held}
+    save_file({name: tensor for name, tensor in held.items() if file_of[name] == "here.safetensors"}, part / "here.safetensors")
+    (part / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    config = small(hot_rows=TOP_K, stages="2")
+    async with nodes_of(checkpoint, config, "2", (0,)) as addresses:
+        with capture_logs() as logs:
+            async with served(part, config, addresses, key):
+                pass
+    assert [log["layers"] for log in logs if log["event"] == "node.weights_not_compared"] == [1]
+
+
 def test_marks_are_those_of_the_values_and_of_what_is_here(checkpoint: Path, tmp_path: Path) -> None:
     """They do not depend on how tensors are spread over files; a layer of which a file is absent has none; another seed has another one."""
     marks = marks_of(checkpoint, "auto")
     assert {"layer 0", "layer 3", "model.embed_tokens.weight", "lm_head.weight"} <= set(marks)
     spread = tmp_path / "spread"
     spread.mkdir()
-    held = {name: tensor for file in sorted(checkpoint.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    held = tensors_of(checkpoint)
     file_of = {name: "last.safetensors" if ".layers.3." in name else f"{len(name) % 2}.safetensors" for name in held}
     for file in set(file_of.values()):
         save_file({name: held[name].clone() for name in held if file_of[name] == file}, spread / file)
