@@ -17,10 +17,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x · weight^T`; see the package page."""
     rows, outputs = x.shape[0], weight.shape[0]
     tiles = tiled_rows(x)
-    if outputs < _OUTPUTS_MIN:
-        weight = torch.cat((weight, weight.new_zeros(_OUTPUTS_MIN - outputs, weight.shape[1])))
-    transposed = weight.t()
-    out = torch.empty((tiles.shape[0], weight.shape[0]), dtype=x.dtype)
+    transposed = _wide_enough(weight).t()
+    out = torch.empty((tiles.shape[0], transposed.shape[1]), dtype=x.dtype)
     for start in range(0, tiles.shape[0], TILE_ROWS):
         torch.mm(tiles[start : start + TILE_ROWS], transposed, out=out[start : start + TILE_ROWS])
     return out[:rows, :outputs].contiguous()
@@ -38,8 +36,14 @@ def heads_linear(x: Tensor, weight: Tensor) -> Tensor:
         left = rows - full * TILE_ROWS
         by_row[full, :left].copy_(x[full * TILE_ROWS :])
         by_row[full, left:].zero_()
-    transposed = weight.transpose(1, 2)
-    out = torch.empty((tiles.shape[0], heads, TILE_ROWS, weight.shape[1]), dtype=x.dtype)
+    outputs, transposed = weight.shape[1], _wide_enough(weight).transpose(1, 2)
+    out = torch.empty((tiles.shape[0], heads, TILE_ROWS, transposed.shape[2]), dtype=x.dtype)
     for tile in range(tiles.shape[0]):
         torch.bmm(tiles[tile], transposed, out=out[tile])
-    return out.transpose(1, 2).reshape(whole, heads, weight.shape[1])[:rows].contiguous()
+    return out.transpose(1, 2).reshape(whole, heads, out.shape[-1])[:rows, :, :outputs].contiguous()
+
+
+def _wide_enough(weight: Tensor) -> Tensor:
+    """Itself, or with outputs of zeros behind its own: [.., at least _OUTPUTS_MIN, width]."""
+    missing = _OUTPUTS_MIN - weight.shape[-2]
+    return weight if missing <= 0 else torch.nn.functional.pad(weight, (0, 0, 0, missing))

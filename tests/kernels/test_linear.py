@@ -68,9 +68,10 @@ def test_heads_linear_agrees_with_float64(heads, width, outputs, poisoned_empty)
         assert bool(((got - wanted).abs() <= 2e-7 * (width + 2) ** 0.5 * size + 1e-30).all())
 
 
-@pytest.mark.parametrize(("heads", "width", "outputs"), [(8, 64, 128), (5, 7, 9), (3, 33, 3), (1, 24, 1)])
+@pytest.mark.parametrize(("heads", "width", "outputs"), [(8, 64, 128), (5, 7, 9), (3, 33, 3), (1, 24, 1), (4, 64, 1), (4, 40, 2)])
 def test_heads_linear_row_does_not_see_its_company(heads, width, outputs, assert_row_invariant):
     """A row's heads have the same bits alone, among 1 to 65 rows, and at any place, also as a slice of wider heads."""
     torch.manual_seed(width)
     wide, weight = torch.randn(13, heads, width + 3), torch.randn(heads, width, outputs).transpose(1, 2)
     assert_row_invariant(lambda picked: heads_linear(wide[picked][:, :, 1 : 1 + width], weight), 13)
+    assert_row_invariant(lambda picked: heads_linear(wide[picked][:, :, :width], weight.contiguous()), 13)
