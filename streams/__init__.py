@@ -9,7 +9,7 @@ Parts
     cpu.py      `CpuBackend`: a worker thread a stream; real overlap without a device
     device.py   `DeviceBackend` (import it from there): streams of a GPU through torch.cuda, one poller a loop;
                 `pace.py`: when that asks next
-    capture.py  recordings of a chain, replayed as one operation; `graphs.py`: as a device's graph, or one for each device of a pair;
+    capture.py  recordings of a chain, replayed as one operation; `graphs.py`: as a graph for each device of a pair;
                 `crossing.py`: how those wait for one another
     virtual.py  `VirtualBackend`: a virtual clock, every interleaving chosen by an order; `order.py`: by a seed, with faults
     seal.py     `sealed`: real time or real I/O inside a virtual run raises

@@ -69,7 +69,7 @@ class _Part:
 
     def __init__(self, name: str, device: torch.device, crossing: Crossing) -> None:
         self.name, self.device = name, device
-        # Of several, all are made once none is captured any more: what making one asks of a driver must not fall into another.
+        # Both are made once none is captured any more: what making one asks of a driver must not fall into another.
         self.graph = torch.cuda.CUDAGraph(keep_graph=True)
         self.lead = torch.cuda.Stream(device, priority=-1)  # where the graph begins and ends, and flags are raised
         self._crossing = crossing

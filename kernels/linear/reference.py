@@ -1,6 +1,6 @@
 """Products of rows with weights in tiles of 8 rows. Knows nothing of what the weights mean.
 
-Invariant: a row's result is one product of a fixed shape, [8, width] by the weight; see `kernels/tile.py`.
+Invariant: a row's result is one product of a fixed shape, [8, width] by the weight of at least 16 outputs; see `kernels/tile.py`.
 """
 
 import torch
