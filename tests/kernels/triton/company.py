@@ -33,9 +33,12 @@ def row_invariant(compute: Callable[[Tensor], Tensor], rows: int, counts: tuple[
         assert torch.equal(got.view(torch.uint8), alone[picked].view(torch.uint8)), f"a row differs among {count}: {picked.tolist()}"
 
 
-def near(name: str, got: Tensor, wanted: Tensor, bound: float) -> None:
-    """Assert that every value differs by at most `bound` times the largest size in its row (last dimension)."""
+def near(name: str, got: Tensor, wanted: Tensor, bound: float, terms: Tensor | None = None) -> None:
+    """Assert that every value differs by at most `bound` times the largest size in its row (last dimension).
+
+    Args: terms: like `wanted`, the sizes of what was summed, where a whole row's terms may cancel; a sum's error follows from those.
+    """
     assert got.shape == wanted.shape, f"{name} is {tuple(got.shape)}, not {tuple(wanted.shape)}"
-    size = wanted.double().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    size = (wanted if terms is None else terms).double().abs().amax(-1, keepdim=True).clamp_min(1e-30)
     error = float(((got.double() - wanted.double()).abs() / size).max()) if got.numel() else 0.0
     assert error <= bound, f"{name} differs by {error:.3g} of its row's size, more than {bound:.3g}"
