@@ -6,13 +6,15 @@ wants it tries again.
 Invariants:
 1. `accept` and `connect` give channels whose handshake is done, or raise; whoever failed it costs a log line and nothing else, and no more
    than one line a second for each reason.
-2. At most `_STRANGERS_MAX` connections are in their handshake, and as many wait to be accepted; more are let go at once.
+2. At most `_STRANGERS_MAX` connections are in their handshake. One more takes the place of the oldest from the host that has the most of
+   them: who has the key needs its place for a round-trip, so those without it cannot keep it out. As many again wait to be accepted; those
+   have the key, and more are let go at once.
 3. After `close`, nothing of the listener is left; channels that were accepted stay.
 """
 
 import asyncio
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import structlog
@@ -146,14 +148,27 @@ class Listener:
         return channel.connection
 
     def _admit(self, channel: TcpChannel) -> bool:
-        if self._closed or len(self._strangers) >= _STRANGERS_MAX or len(self._waiting) >= _STRANGERS_MAX:
-            self._refused(channel.connection.peer_address, "busy", "too many connections wait")
+        if self._closed or len(self._waiting) >= _STRANGERS_MAX:
+            self._refused(channel.connection.peer_address, "busy", "too many connections wait to be accepted")
             return False
+        if len(self._strangers) >= _STRANGERS_MAX:
+            self._crowd_out()
         self._strangers[channel] = None
         channel.opened.on_done(lambda event: self._opened(channel, event))
         return True
 
+    def _crowd_out(self) -> None:
+        """Let go of the stranger that is first to go."""
+        host_of = {stranger: stranger.connection.peer_address.rpartition(":")[0] for stranger in self._strangers}
+        crowd, _ = Counter(host_of.values()).most_common(1)[0]
+        oldest = next(stranger for stranger, host in host_of.items() if host == crowd)
+        del self._strangers[oldest]
+        self._refused(oldest.connection.peer_address, "busy", "newer connections needed its place, and it had not proved the key")
+        oldest.connection.abort()
+
     def _opened(self, channel: TcpChannel, event: Event[None]) -> None:
+        if channel not in self._strangers:  # its place was taken, and that was said
+            return
         del self._strangers[channel]
         error = event.error()
         if error is not None:

@@ -1,6 +1,7 @@
 """Who may speak over a channel: keys, versions, proofs, and strangers, who learn nothing and hold nobody up."""
 
 import asyncio
+import contextlib
 import hmac
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 from streams import ChannelLimits, PeerLost, Reason, Terms, connect, listen
 from streams.frame import VERSION, Hello, head_of
 from streams.handshake import BadKey, Handshake, read_key
+from streams.meeting import Listener
 from streams.tcp import TcpChannel
 from tests.streams.channel_world import KEY, Cable, ManualClock, loopback, terms, turns
 
@@ -157,39 +159,65 @@ def test_a_key_file_that_is_none_says_what_to_do(tmp_path: Path) -> None:
     assert read_key(path) == b"0123456789abcdef"
 
 
-async def test_more_strangers_than_there_is_room_for_are_let_go() -> None:
-    """Sixteen connections may be in their handshake; the next is let go at once, and there is room again when they have gone."""
-    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
-    streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(16)]
-    for reader, _ in streams:
+Wires = list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+
+
+async def strangers(listener: Listener, count: int, host: str = "127.0.0.1") -> Wires:
+    """So many connections from `host` that say nothing, all of them admitted."""
+    wires = [await asyncio.open_connection("127.0.0.1", listener.port, local_addr=(host, 0)) for _ in range(count)]
+    for reader, _ in wires:
         await reader.readexactly(128)
-    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-    assert await reader.read() == b""
-    writer.close()
-    for _, writer in streams:
+    return wires
+
+
+async def leave(wires: Wires) -> None:
+    for _, writer in wires:
         writer.close()
-        await writer.wait_closed()
-    await turns(20)
-    one = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def test_strangers_do_not_keep_out_who_has_the_key() -> None:
+    """Sixteen connections may be in their handshake; one more takes the place of the oldest, and who has the key is served at once."""
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
+    wires = await strangers(listener, 16)
+    with capture_logs() as logs:
+        one = await connect("127.0.0.1", listener.port, key=KEY, terms=terms(1))
+    assert [(log["reason"], log["peer"]) for log in logs if log["event"] == "channel.refused"] == [
+        ("busy", "{}:{}".format(*wires[0][1].get_extra_info("sockname")))
+    ]
+    assert await wires[0][0].read() == b""
+    wires += await strangers(listener, 15)  # only now may the second go: the channel that opened has no place any more
+    for reader, _ in wires[1:15]:
+        assert await reader.read() == b""
     await one.close()
     await listener.close()
+    await leave(wires)
+
+
+async def test_a_crowd_from_one_host_takes_places_from_itself() -> None:
+    """However many connections one host makes, one from another host that is in its handshake keeps its place."""
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
+    slow = await strangers(listener, 1)
+    crowd = await strangers(listener, 40, "127.0.0.2")
+    for reader, _ in crowd[:25]:
+        assert await reader.read() == b""
+    assert not slow[0][0].at_eof()
+    slow[0][1].write(b"nonsense" * 30)
+    assert await slow[0][0].read(), "nobody heard it and said goodbye"
+    await listener.close()
+    await leave([*slow, *crowd])
 
 
 async def test_strangers_without_room_cost_a_line_a_second() -> None:
     """The first is a line; those within a second of it are counted, and the next line says how many they were."""
     clock = ManualClock()
     listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0), clock=clock)
-    streams = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(16)]
-    for reader, _ in streams:
-        await reader.readexactly(128)
+    wires = await strangers(listener, 16)
     with capture_logs() as logs:
         for at_ns in (0, 1, 999_999_999, 1_000_000_000, 1_000_000_001):
             clock.at_ns = at_ns
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            assert await reader.read() == b""
-            writer.close()
+            wires += await strangers(listener, 1)
     assert [(log["reason"], log.get("more", 0)) for log in logs if log["event"] == "channel.refused"] == [("busy", 0), ("busy", 2)]
-    for _, writer in streams:
-        writer.close()
-        await writer.wait_closed()
     await listener.close()
+    await leave(wires)
