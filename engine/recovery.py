@@ -6,7 +6,8 @@ Invariants:
 1. From the loss on nobody new begins, and what ran has ended with `NodeLost`, until every session was seen to again.
 2. A session keeps its id, its revision moves by one if a turn was cut off, and it has every token that a caller was given; what a prompt
    brought that had not been read to its end is not in it.
-3. Rows come from the last archive, where there is one of these tokens; those behind are made again by the session's next turn.
+3. Rows come from the last archive, where there is one of these tokens; those behind are made again by the session's next turn. So too
+   where another loss cuts that off.
 """
 
 from collections.abc import MutableMapping
@@ -15,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 import structlog
 
 from engine.archive.transfers import Archives
-from engine.errors import ForebayError
+from engine.errors import ForebayError, NodeLost
 from engine.loop import StepLoop
 from engine.node.head import Head
 from engine.protocol import SessionId
@@ -61,8 +62,11 @@ class Recovery:
         for session in self._loop.stored.sessions:
             if session.broken is not None:
                 self._loop.stored.give_up(session)
-        losses, touched, self._touched = self._losses, self._touched, {}
-        for session in touched:
+        losses = self._losses
+        for session in list(self._touched):
+            if losses != self._losses:
+                break
+            del self._touched[session]
             if self._sessions.get(session.id) is session and not session.closing:
                 await self._again(session)
         if losses == self._losses:  # else somebody was lost meanwhile: all nodes are met again, and this is called again
@@ -74,13 +78,16 @@ class Recovery:
         await self._archives.left(session)
         if session.phase in (Phase.BROKEN, Phase.CLOSED):
             session = self._made_anew(session)
-        elif session.broken is None:
-            return  # nothing of it was in flight, and no part of it lay there
+        elif session.broken is None and (session.memory is not None or not session.tokens):
+            return  # nothing of it was in flight, and no part of it lay there; without memory it lost its rows to a loss before this one
         self._loop.drop_memory(session)
         rows, place = 0, self._loop.departures.archive_of(session)
         if place is not None:
             try:
                 rows = await self._archives.refill(session, place)
+            except NodeLost:
+                self._touched[session] = None
+                return
             except ForebayError as error:
                 _log.warning("session.not_refilled", session_id=session.id, error=str(error))
         if rows:

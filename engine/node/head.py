@@ -75,7 +75,7 @@ class Head:
             for stage, (far, layers) in enumerate(zip(self._fars, setup.stages, strict=False))
         )
         self.on_lost: Callable[[BaseException], None] = lambda error: None  # before anybody else hears of what failed with it
-        self.on_whole: Callable[[], Awaitable[None]] = _nothing  # again, after a loss
+        self.on_whole: Callable[[], Awaitable[None]] = _nothing  # all are there, at first and after each loss
         self._lost = asyncio.Event()
         self._leaving = False
         for far in self._fars:
@@ -100,6 +100,7 @@ class Head:
         failure: BaseException | None = None
         try:
             await self._meet_all()
+            await self.on_whole()  # one may have been met, lost and met again
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(), name="nodes")
                 try:

@@ -12,7 +12,8 @@ from engine.errors import NodeLost
 from streams import TcpChannel
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.node.cluster_world import Cluster, cluster_of
-from tests.engine.node.test_cluster import NAME, TOP_K, ids, left_of, read, tokens, until_ready
+from tests.engine.node.process_world import Strike, until
+from tests.engine.node.test_cluster import NAME, TOP_K, found, ids, left_of, read, tokens, until_ready
 from tests.engine.runs import greedy, run, small
 
 
@@ -108,3 +109,42 @@ async def test_a_way_cut_between_two_nodes_costs_what_ran_and_nothing_else(check
         await engine.close_session(fresh)
         await engine.stage.idle()
         assert await left_of(engine, cluster) == (0, 0, 0)
+
+
+async def test_a_loss_while_rows_come_back_costs_no_archive(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the second session is cut off, and while the first one gets its rows again the node is lost once more: in the end both have
+    the rows of their archives, and neither was said to be back before."""
+    config, strike = small(hot_rows=TOP_K), Strike(monkeypatch)
+    whole = await run(checkpoint, config, [(ids(150, 1), 12), (ids(3, 2), 12)])
+    async with cluster_of(checkpoint, config, "2") as (engine, cluster):
+        engine.departures.archive_with(lambda name: engine.export_session(name, tmp_path / name), "", lambda name: found(tmp_path / name))
+        idle, broken = await engine.create_session(), await engine.create_session()
+        for session in (idle, broken):
+            assert await tokens(engine, session, ids(150, 1), 12) == whole.tokens[:12]
+            await engine.export_session(session, tmp_path / session)
+        with capture_logs() as logs:
+            generation = engine.generate(ids(3, 4), greedy(64), session=broken)
+            await anext(generation)
+            strike.at("step", 0, strike.cut)
+            with pytest.raises(NodeLost):
+                await read(generation, [])
+            strike.at("image.take", 0, strike.cut, nth=2)
+            await until(lambda: len(strike.struck) == 2, "no rows came back")
+            await until_ready(engine)
+        assert [(log["session_id"], log["rows"]) for log in logs if log["event"] == "session.recovered"] == [(broken, 161), (idle, 161)]
+        assert await tokens(engine, idle, ids(3, 2), 12) == whole.tokens[12:]
+        for session in (idle, broken):
+            await engine.close_session(session)
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0)
+
+
+@pytest.mark.parametrize("call", ["begin", "part"])
+async def test_a_node_that_is_lost_while_the_head_opens_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Before it said what it has, or behind that: the head opens with it all the same, and takes requests."""
+    strike = Strike(monkeypatch)
+    strike.at(call, 0, strike.cut)
+    async with cluster_of(checkpoint, small(hot_rows=TOP_K), "2") as (engine, _):
+        assert strike.struck == [call]
+        assert engine.ready
+        assert len(await tokens(engine, await engine.create_session(), ids(70, 1), 3)) == 3

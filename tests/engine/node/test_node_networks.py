@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.model.parity import make_checkpoint
+from tests.engine.node.process_world import FIRST, ROOT, SECOND, NodeProcess, again, expected, head_of, ip, lost_while
 from tests.engine.node.test_cluster import NAME, ids, tokens
-from tests.engine.node.test_node_processes import FIRST, ROOT, SECOND, NodeProcess, again, expected, head_of, ip, lost_while
 
 TIMEOUT_S = 4.0
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]

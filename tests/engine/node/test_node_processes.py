@@ -7,59 +7,17 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.config import ClusterConfig
-from engine.engine import Engine
-from engine.errors import NodeLost
-from engine.node.address import Address
-from engine.node.opening import open_cluster
-from engine.protocol import SessionId
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.node.test_cluster import NAME, TOP_K, ids, read, tokens
-from tests.engine.runs import greedy, run, small
+from tests.engine.node.process_world import FIRST, SECOND, TIMEOUT_S, Harm, NodeProcess, again, expected, head_of, ip, lost_while
+from tests.engine.node.test_cluster import NAME, ids, tokens
 
-ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 1.5
-FIRST, SECOND = (ids(150, 1), 12), (ids(3, 2), 12)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-class NodeProcess:
-    """A node that the test starts again as systemd would."""
-
-    def __init__(self, checkpoint: Path, key: Path, host: str, before: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S) -> None:
-        self.timeout_s = timeout_s
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = Address(host, free.getsockname()[1])
-        words = ["node", checkpoint, "--listen", self.address, "--stage", 0, "--stages", 2, "--key-file", key, "--peer-timeout", timeout_s]
-        words += ["--device", "cpu", "--row-format", "f32", "--append-chunk-rows", 64, "--host-memory", "64MiB", "--hot-rows", TOP_K]
-        self._command = [*before, sys.executable, str(ROOT / "server.py"), *map(str, words), "--log-format", "json"]
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, cwd=ROOT)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> int:
-        self._process.terminate()
-        return self._process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -79,47 +37,6 @@ def node(checkpoint: Path, key: Path) -> Iterator[NodeProcess]:
     made = NodeProcess(checkpoint, key, "127.0.0.1")
     yield made
     made.kill()
-
-
-@asynccontextmanager
-async def head_of(checkpoint: Path, key: Path, node: NodeProcess) -> AsyncIterator[Engine]:
-    cluster = ClusterConfig(nodes=(node.address,), key_file=str(key), peer_timeout_s=node.timeout_s)
-    async with asyncio.timeout(120), open_cluster(checkpoint, small(hot_rows=TOP_K), cluster) as engine:
-        yield engine
-
-
-async def expected(checkpoint: Path) -> list[int]:
-    return (await run(checkpoint, small(hot_rows=TOP_K), [FIRST, SECOND])).tokens
-
-
-async def lost_while(engine: Engine, session: SessionId, prompt: list[int], harm: Callable[[], None], after: int) -> float:
-    """A turn that is cut off: `harm` happens after so many chunks; returns the seconds from then to the turn's end."""
-    generation = engine.generate(prompt, greedy(2000), session=session)
-    if after:
-        for _ in range(after):
-            await anext(generation)
-    else:
-        await generation.prompt()
-    harm()
-    began = time.monotonic()
-    with pytest.raises(NodeLost):
-        await read(generation, [])
-    return time.monotonic() - began
-
-
-class Harm:
-    """Something that is done to a node."""
-
-    def __init__(self, node: NodeProcess, number: int) -> None:
-        self._node, self._number = node, number
-
-    def __call__(self) -> None:
-        os.kill(self._node.pid, self._number)
-
-
-async def again(engine: Engine) -> None:
-    while not engine.ready:  # noqa: ASYNC110  # a node's process starts meanwhile
-        await asyncio.sleep(0.05)
 
 
 async def test_a_node_that_is_killed_and_started_again_in_each_phase(
@@ -169,10 +86,6 @@ async def test_a_node_that_hangs_is_noticed_within_the_time_out_and_taken_back(c
         fresh = await engine.create_session()
         assert await tokens(engine, fresh, *FIRST) == whole[:12]
     assert node.end() == 0
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
