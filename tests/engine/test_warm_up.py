@@ -53,6 +53,7 @@ def _more(asked: set[Key], had: set[Key]) -> list[str]:
     [
         ("bf16", 512, 7),
         pytest.param("bf16", 512, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 1024, 3, marks=pytest.mark.slow),  # as docs/benchmarks/gap_million.sh reads
         pytest.param("e4m3", 2048, 1, marks=pytest.mark.slow),
     ],
 )
