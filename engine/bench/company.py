@@ -25,7 +25,7 @@ from engine.errors import ForebayError
 from engine.protocol import SessionId, SyntheticHistory
 from engine.sampling import Sampling
 
-__all__ = ["STALL_S", "Company", "Fleet", "Lengths", "fill", "greedy"]
+__all__ = ["STALL_S", "Company", "Fleet", "Lengths", "fill", "greedy", "with_history"]
 
 STALL_S = 0.2
 _PROMPT_SEED = 20_240_103
@@ -211,22 +211,31 @@ async def fill(engine: Engine, lengths: Lengths, sessions: int, watch: Watch) ->
 
     Raises: ForebayError, as creating sessions and generating do.
     """
-    ids, took = [], []
+    ids, took, total = [], [], sessions * lengths.history
     for number in range(sessions):
-        ids.append(await engine.create_session())
-        began_s = time.perf_counter()
-        history, prompt = SyntheticHistory(number + 1, lengths.history), _prompt(engine, lengths, number)
-        async with engine.generate(prompt, greedy(lengths.new), session=ids[-1], history=history) as generation:
-            first = asyncio.ensure_future(anext(generation))
-            while not first.done():
-                done = min(lengths.history, generation.progress.rows_done)
-                watch("made-up histories", number * lengths.history + done, sessions * lengths.history)
-                await asyncio.wait((first,), timeout=_LOOK_S)
-            await first
+        began_s, before = time.perf_counter(), number * lengths.history
+        ids.append(await with_history(engine, lengths, number, lambda done: watch("made-up histories", before + done, total)))  # noqa: B023
         took.append(time.perf_counter() - began_s)
-        _log.info("history.filled", session=number, rows=lengths.history, seconds=round(took[-1], 2))
-    watch("made-up histories", sessions * lengths.history, sessions * lengths.history)
+    watch("made-up histories", total, total)
     return Fleet(engine, lengths, tuple(ids), tuple(took))
+
+
+async def with_history(engine: Engine, lengths: Lengths, number: int, watch: Callable[[int], None]) -> SessionId:
+    """A session of its own whose made-up history is in place, with its prompt and a token behind it, and with memory for all of `lengths`.
+
+    Args: number: its history and prompt are those of this number. watch: told how many rows of the history are there.
+    Raises: ForebayError, as creating sessions and generating do.
+    """
+    began_s, session = time.perf_counter(), await engine.create_session()
+    history, prompt = SyntheticHistory(number + 1, lengths.history), _prompt(engine, lengths, number)
+    async with engine.generate(prompt, greedy(lengths.new), session=session, history=history) as generation:
+        first = asyncio.ensure_future(anext(generation))
+        while not first.done():
+            watch(min(lengths.history, generation.progress.rows_done))
+            await asyncio.wait((first,), timeout=_LOOK_S)
+        await first
+    _log.info("history.filled", session=number, rows=lengths.history, seconds=round(time.perf_counter() - began_s, 2))
+    return session
 
 
 def _prompt(engine: Engine, lengths: Lengths, number: int) -> tuple[int, ...]:

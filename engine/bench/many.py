@@ -46,7 +46,8 @@ class SessionsPlan:
     """What to run. Raises BadSetting naming the flag.
 
     sessions: how many decode at once, one run each (decode), or in each arm (resident); empty: the part's own. rows: of a session
-    (footprint: each in turn); empty: the part's own. append, usual_tokens: of the gap. limit_s: nothing more is begun after so long.
+    (footprint: each in turn); empty: the part's own. append_rows, append_after, usual_tokens: of the gap. limit_s: nothing more is begun
+    after so long.
     """
 
     model: Path
@@ -60,6 +61,7 @@ class SessionsPlan:
     alone_tokens: int = 64
     placements: tuple[str, ...] = ("resident", "offload", "offload", "resident")
     append_rows: int = 0  # 0: as many as the context holds
+    append_after: int = 0  # made-up rows that the appended session has before
     usual_tokens: int = _USUAL_TOKENS
     limit_s: float = 480.0
 
@@ -67,7 +69,10 @@ class SessionsPlan:
         if self.part not in PARTS:
             raise BadSetting(f"--part must be one of {', '.join(PARTS)}, not {self.part!r}")
         check_placements(self.placements)
-        least = {"prompt_tokens": 1, "new_tokens": 8, "warmup_tokens": 2, "alone_tokens": 1, "append_rows": 0, "usual_tokens": 8}
+        least = {
+            "prompt_tokens": 1, "new_tokens": 8, "warmup_tokens": 2, "alone_tokens": 1, "append_rows": 0, "append_after": 0,
+            "usual_tokens": 8,
+        }  # fmt: skip
         for name, at_least in least.items():
             if getattr(self, name) < at_least:
                 raise BadSetting(f"--{name.removesuffix('_rows').replace('_', '-')} must be at least {at_least}, not {getattr(self, name)}")
@@ -78,6 +83,8 @@ class SessionsPlan:
             raise BadSetting(f"--sessions: --part {self.part} runs {'one number of them' if self.part == 'resident' else 'one at a time'}")
         if len(self.rows) > 1 and self.part != "footprint":
             raise BadSetting(f"--rows: --part {self.part} takes one number")
+        if self.append_after and self.part != "gap":
+            raise BadSetting(f"--append-after is for --part gap: --part {self.part} appends nothing beside a stream")
         if self.alone_tokens > self.new_tokens:
             raise BadSetting(f"--alone-tokens {self.alone_tokens} is more than --new-tokens {self.new_tokens}")
         if self.limit_s <= 0:
@@ -104,12 +111,17 @@ class Work:
     device_bytes: int  # of sessions that are held together
     weights_bytes: int
 
+    @property
+    def appended_total(self) -> int:
+        """Tokens that the session which is appended to may hold: made-up ones, those that are read, those behind them."""
+        return self.plan.append_after + self.append_tokens + self.plan.alone_tokens
+
     def table(self) -> Table:
         """What this will hold."""
         drawn = Table(title=f"{self.plan.part}: what it will hold", title_justify="left")
         for title in ("tokens a session", "RAM", "device", "keys", "hot or resident rows", "maps", "ring", "tables"):
             drawn.add_column(title, justify="right")
-        tokens = [each.total for each in self.lengths] + ([self.append_tokens] if self.append_tokens else [])
+        tokens = [each.total for each in self.lengths] + ([self.appended_total] if self.append_tokens else [])
         for count, each in zip(tokens, self.session, strict=True):
             parts = (each.host, each.card, each.keys, each.hot_rows + each.rows, each.maps, each.ring, each.tables)
             drawn.add_row(f"{count:,}", *map(size, parts))
@@ -159,11 +171,7 @@ def prepared(plan: SessionsPlan) -> Work:
     config = ModelConfig.read(named if named is not None else plan.model)
     context = min(plan.engine.context_max or config.context_max, config.context_max)
     lengths = tuple(_lengths(plan, rows, context) for rows in _rows(plan, context))
-    append = 0
-    if plan.part == "gap":
-        append = plan.append_rows or context - plan.alone_tokens
-        if append + plan.alone_tokens > context:
-            raise BadSetting(f"--append {append} and {plan.alone_tokens} tokens behind it are more than the context of {context} tokens")
+    append = _append(plan, context) if plan.part == "gap" else 0
     device = device_of(plan.engine)
     most = max(plan.counts)
     engine = dataclasses.replace(
@@ -173,12 +181,17 @@ def prepared(plan: SessionsPlan) -> Work:
     form = WeightForm("f32" if device.type == "cpu" else "bf16")
     rules = Rules(config, offload, form, has_mtp_block(config), 1, engine.index_key_format)
     layout = rules.layout(range(config.layers))
-    tokens = [each.total for each in lengths] + ([append + plan.alone_tokens] if append else [])
+    tokens = [each.total for each in lengths] + ([plan.append_after + append + plan.alone_tokens] if append else [])
     session = tuple(rules.session(layout, each) for each in tokens)
     together = [most * each.host for each in session], [most * each.card for each in session]
     host, card = (sum(each) if plan.part == "gap" else max(each) for each in together)
     arena = engine.host_memory_bytes or max(_ARENA_BYTES, host)
-    _check_ram(arena)
+    fewer = "--append, --append-after or --rows" if plan.part == "gap" else "--sessions or --rows"
+    if host > arena:
+        raise NotAdmitted(
+            f"these sessions need an arena of {size(host)} and --host-memory gives {size(arena)}; raise it, or ask for fewer {fewer}"
+        )
+    _check_ram(arena, fewer)
     return Work(
         plan, dataclasses.replace(engine, host_memory_bytes=arena), lengths, append, session, host, card,
         rules.stage_weights(range(config.layers)).card,
@@ -205,7 +218,25 @@ def _lengths(plan: SessionsPlan, rows: int, context: int) -> Lengths:
     return Lengths(rows - plan.prompt_tokens, plan.prompt_tokens, new, plan.warmup_tokens)
 
 
-def _check_ram(arena_bytes: int) -> None:
+def _append(plan: SessionsPlan, context: int) -> int:
+    """Ids that are appended. Raises BadSetting."""
+    before, behind = plan.append_after, plan.alone_tokens
+    room = context - before - behind
+    if room < 1:
+        raise BadSetting(
+            f"--append-after {before} and {behind} tokens at the end leave nothing to append of the context of {context} tokens; "
+            f"--append-after may be {max(0, room + before - 1)} at most"
+        )
+    if plan.append_rows > room:
+        made_up = f"--append-after {before}, " if before else ""
+        raise BadSetting(
+            f"{made_up}--append {plan.append_rows} and {behind} tokens behind it are more than the context of {context} tokens; "
+            f"--append may be {room} at most"
+        )
+    return plan.append_rows or room
+
+
+def _check_ram(arena_bytes: int, fewer: str) -> None:
     try:
         free = available_bytes()
     except OSError:
@@ -213,7 +244,7 @@ def _check_ram(arena_bytes: int) -> None:
     if arena_bytes + _PROCESS_BYTES > free:
         raise NotAdmitted(
             f"these sessions need an arena of {size(arena_bytes)}, and with {size(_PROCESS_BYTES)} for the process that is more than the "
-            f"{size(free)} of RAM that are free; ask for fewer --sessions or --rows"
+            f"{size(free)} of RAM that are free; ask for fewer {fewer}"
         )
 
 

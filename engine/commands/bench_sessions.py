@@ -1,7 +1,8 @@
 """`forebay bench sessions`: many long sessions in one engine, in this process.
 
-The table goes to standard output, all else to standard error; the JSON is written after every measured piece. Exit code: 0 outputs equal,
-everything as it is promised and all of it run, 1 not, 2 a bad command line.
+The table goes to standard output, all else to standard error; the JSON is written after every measured piece. SIGTERM and Ctrl-C end the
+measuring as its time does: what was seen until then is told. Exit code: 0 outputs equal, everything as it is promised and all of it run,
+1 not, 2 a bad command line.
 """
 
 import argparse
@@ -17,7 +18,8 @@ from rich.text import Text
 from engine.commands.bench_decode import placements_of
 from engine.commands.command import Command, Invocation
 from engine.commands.measuring import Bars, add_json, count_of, engine_flags, json_target, measured, results
-from engine.errors import BadSetting
+from engine.commands.signals import Signals
+from engine.errors import BadSetting, ForebayError
 from engine.gate import write_json
 from engine.settings import SETTINGS, add_flags, parse_integer, parse_seconds
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
 
 __all__ = ["COMMAND"]
 
-_COUNTS = ("prompt_tokens", "new_tokens", "warmup_tokens", "alone_tokens", "usual_tokens")
+_COUNTS = ("prompt_tokens", "new_tokens", "warmup_tokens", "alone_tokens", "usual_tokens", "append_after")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--placements", metavar="LIST", default="resident,offload,offload,resident", help="arms of --part resident (A B B A, A resident)"
     )
     parser.add_argument("--append", dest="append", metavar="N", help="gap: ids that are read while a stream runs (all that fit)")
+    parser.add_argument(
+        "--append-after", dest="append_after", metavar="ROWS", help="gap: made-up rows that the session they are appended to has before (0)"
+    )
     parser.add_argument("--usual-tokens", dest="usual_tokens", metavar="N", help="gap: tokens of the stream before that (256)")
     parser.add_argument(
         "--limit", metavar="SECONDS", help="begin nothing more after so long (480); gap: the append ends so long after it began"
@@ -84,16 +89,25 @@ def _plan(invocation: Invocation) -> "SessionsPlan":
 
 
 async def _measure(work: "Work", target: Path | None) -> "Found":
+    """Raises ForebayError: as the part does, or a signal came before there was anything to tell."""
     from engine.bench.parts import as_json, run_part
 
+    signals, told = Signals(), list["Found"]()
+
     def piece(found: "Found") -> None:
+        told.append(found)
         if target is not None:
             write_json(target, as_json(work, found, {}))
 
     async def measure(bars: Bars) -> "Found":
-        return await run_part(work, bars, piece)
+        async with signals.until_signal():
+            return await run_part(work, bars, piece)
+        if not told:
+            raise ForebayError("stopped by a signal before anything was measured; no JSON was written")
+        return told[-1]
 
-    return await measured(measure, partial(as_json, work), target, probe=work.engine.device != "cpu")
+    with signals.caught():
+        return await measured(measure, partial(as_json, work), target, probe=work.engine.device != "cpu")
 
 
 def run(invocation: Invocation) -> int:

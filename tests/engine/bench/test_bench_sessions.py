@@ -14,7 +14,6 @@ from torch import Tensor
 from engine.bench import many
 from engine.bench.company import Company, Lengths
 from engine.bench.floor import StepBytes, step_bytes
-from engine.bench.gap import Gap
 from engine.bench.holdings import BlockProof
 from engine.bench.many import SessionsPlan, Work, prepared
 from engine.bench.parts import as_json, run_part
@@ -164,41 +163,6 @@ def test_rows_on_the_device_are_constant_or_not(model: Path, tmp_path: Path, cap
     assert json.loads(target.read_text())["rows_constant"] is False
 
 
-async def test_a_stream_goes_on_while_a_prompt_is_read(model: Path) -> None:
-    """Waits before and while the prompt is read; all of it was read, and the stream got tokens meanwhile."""
-    asked = plan(model, part="gap", sessions=(), rows=(20,), append_rows=40, usual_tokens=8, engine=small(append_chunk_rows=16))
-    work, found = await found_of(asked)
-    assert (work.append_tokens, found.read, found.complete) == (40, 40, True)
-    assert len(found.usual_s) >= 7
-    assert len(found.during_s) >= 3  # a step beside each chunk at least
-    assert found.fields()["longest_of_usual"] >= found.fields()["median_of_usual"] > 0
-    assert len(found.during_rows) == len(found.during_s)
-    assert list(found.during_rows) == sorted(found.during_rows)
-    assert {16, 32} <= set(found.during_rows) <= {0, 16, 32, 40}
-
-
-def test_the_longest_waits_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits by length, each with the rows of the prompt that were in place when it was over."""
-    monkeypatch.setattr("engine.bench.gap.absolute", lambda config: True)
-    work = Work(plan(Path("m")), small(), (Lengths(192, 8, 56, 3),), 10, (), 1, 2, 3)
-    told = Gap(work, True, (0.002,), (0.004, 0.02, 0.008), 10, 1.0, (0, 4, 10)).fields()
-    assert told["longest_waits_ms"] == pytest.approx([20, 8, 4])
-    assert told["longest_waits_rows"] == [4, 10, 0]
-
-
-@pytest.mark.slow
-async def test_a_prompt_that_takes_too_long_is_left(model: Path) -> None:
-    """When the time is up the append is left, what was seen until then is told, and how far it came."""
-    asked = plan(
-        model, part="gap", sessions=(), rows=(100,), append_rows=3_900, usual_tokens=8, limit_s=0.05, engine=small(append_chunk_rows=32)
-    )
-    _, found = await found_of(asked)
-    assert not found.complete
-    assert found.read < 3_900
-    assert found.during_s
-    assert found.took_s >= 0.05
-
-
 @pytest.mark.slow
 async def test_the_time_limit_leaves_what_was_measured(model: Path) -> None:
     """After the limit nothing more begins; what there is is told as incomplete, with the blocks that are held."""
@@ -261,16 +225,6 @@ def test_differences_are_found_as_far_as_both_go() -> None:
     """Sessions or tokens that only one has are no difference."""
     assert differs([(1, 2)], [(1, 2, 3), (9,)], ("a", "b")) == ""
     assert differs([(1, 2), (4,)], [(1, 2), (5,)], ("a", "b")) == "token 0 of session 1 is 4 a and 5 b"
-
-
-def test_a_gap_is_told_against_the_usual_one() -> None:
-    """The longest wait while the prompt was read over the median before it."""
-    found = Gap(
-        Work(plan(Path("m")), small(), (Lengths(192, 8, 56, 3),), 10, (), 1, 2, 3), True, (0.002, 0.004, 0.9), (0.004, 0.004, 0.02), 10, 1.0
-    )
-    assert found.longest_of_usual == pytest.approx(5.0)
-    assert found.median_of_usual == pytest.approx(1.0)
-    assert "append_s" not in found.fields()
 
 
 def test_floors_of_companies(model: Path) -> None:
