@@ -4,18 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import SessionBroken
+from engine.errors import NodeLost, SessionBroken
 from engine.follower import LocalMemory
 from engine.joint import JointMemory
+from engine.node.remote_memory import RemoteMemory
 from engine.protocol import SyntheticHistory
+from engine.stage_calls import FollowerMemory
+from kernels.layout import BlockLayout
+from memory.barrier import verify_mirror
+from memory.offload import OffloadSession
 from memory.replica import PairSession, verify_replica
+from memory.session import SessionMemory
 from streams import Backend, Fault, SeededOrder, VirtualBackend
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.node.cluster_world import cluster_of
-from tests.engine.node.test_cluster import until_ready
+from tests.engine.node.cluster_world import LocalNode, cluster_of
+from tests.engine.node.process_world import Strike
+from tests.engine.node.test_cluster import found, read, until_ready
 from tests.engine.runs import Run, collect, greedy, run
 from tests.engine.test_engine_exactness import NAME, ids
 from tests.engine.test_peer import peered
@@ -30,23 +38,52 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
 
 
-async def check_pairs(engine: Engine) -> int:
+def pairs_of(memory: SessionMemory, engine: Engine, nodes: Sequence[LocalNode]) -> list[tuple[SessionMemory, BlockLayout]]:
+    """A session's memory on every stage, with the layout there. Args: nodes: that have the stages before, where nodes have them."""
+    assert isinstance(memory, JointMemory)
+    held = [(memory.own, engine.stage.layout)]
+    for place, (part, stage) in enumerate(zip(memory.parts, engine.stage.before, strict=True)):
+        there: FollowerMemory = part
+        if isinstance(part, RemoteMemory):
+            node = nodes[place].node
+            assert node is not None
+            assert node._head is not None
+            assert node._head.hosting is not None
+            there = node._head.hosting._session(part.session.number).memory
+        assert isinstance(there, LocalMemory)
+        held.append((there.memory, stage.layout))
+    return held
+
+
+async def check_pairs(engine: Engine, nodes: Sequence[LocalNode] = ()) -> int:
     """Compare owner's and peer's bytes of every session on every stage, with nothing in flight. Returns how many pairs there were."""
     checked = 0
     for memory in engine.memories.values():
         await memory.operations.settle()
-        assert isinstance(memory, JointMemory)
-        held = [(memory.own, engine.stage.layout)]
-        for part, stage in zip(memory.parts, engine.stage.before, strict=True):
-            assert isinstance(part, LocalMemory)
-            await part.memory.operations.settle()
-            held.append((part.memory, stage.layout))
-        for each, layout in held:
+        for each, layout in pairs_of(memory, engine, nodes):
+            await each.operations.settle()
             assert isinstance(each, PairSession)
             each.check_integrity()
             verify_replica(each, layout)
+            verify_mirror(each.owner, layout)
             checked += 1
     return checked
+
+
+def check_hot_caches(engine: Engine, nodes: Sequence[LocalNode]) -> int:
+    """Compare the rows that lie in the hot caches of an owner and of its peer, right behind `check_pairs`. Returns how many there were."""
+    rows = 0
+    for memory in engine.memories.values():
+        for each, _ in pairs_of(memory, engine, nodes):
+            assert isinstance(each, PairSession)
+            assert isinstance(each.owner, OffloadSession)
+            assert isinstance(each.peer, OffloadSession)
+            for mine, its in zip(each.owner.hot, each.peer.hot, strict=True):
+                both = ((mine.slot_of >= 0) & (its.slot_of >= 0)).nonzero().flatten()
+                here, there = mine.slots[:, mine.slot_of[both].long()], its.slots[:, its.slot_of[both].long()]
+                assert torch.equal(here, there), "owner and peer have other bytes of a row in a hot slot"
+                rows += both.numel()
+    return rows
 
 
 async def spoken(model: Path, config: EngineConfig, turns: Sequence[tuple[Sequence[int], int]], backend: Backend | None = None) -> Run:
@@ -149,6 +186,44 @@ async def test_pairs_on_nodes_give_the_bits_of_one_pair(checkpoint: Path) -> Non
         assert stage.peer is not None
     async with cluster_of(checkpoint, config, "2", node_config=EngineConfig(**{**_fields(config), "peer": ""})) as (engine, _):
         assert (await collect(engine, TURNS)).tokens == one.tokens
+
+
+@slow
+@pytest.mark.parametrize(("replicas", "calls"), [(1, []), (2, ["image.take"])], ids=["once", "twice"])
+async def test_pairs_on_nodes_have_the_same_bytes_after_a_loss(
+    checkpoint: Path, replicas: int, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of two is lost in the middle of a generation, and maybe the other while rows come back: rows from the archive, and those made
+    again behind it, are the same on both devices of every stage, of the node that stayed too; so are those of who is read again."""
+    strike = Strike(monkeypatch)
+    config = peered(draft_depth=1, mirror_replicas=replicas)
+    turns = [(ids(150, 1), 12), (ids(70, 2), 8), (ids(3, 3), 8)]
+    one = (await run(checkpoint, config, turns)).tokens
+    async with cluster_of(checkpoint, config, "1,1,2") as (engine, cluster):
+        engine.departures.archive_with(lambda name: engine.export_session(name, tmp_path / name), "", lambda name: found(tmp_path / name))
+        kept, cut = await engine.create_session(), await engine.create_session()
+        assert await _said(engine, kept, *turns[0]) == one[:12]
+        await engine.export_session(kept, tmp_path / kept)
+        assert await _said(engine, kept, *turns[1]) == one[12:20]
+        generation = engine.generate(ids(90, 4), greedy(64), session=cut)
+        await anext(generation)
+        stays = cluster.nodes[1].stage
+        await cluster.nodes[0].stop()
+        with pytest.raises(NodeLost):
+            await read(generation, [])
+        for call in calls:
+            strike.at(call, 1, strike.cut, nth=2)
+        await cluster.nodes[0].start()
+        await until_ready(engine)
+        assert strike.struck == calls
+        assert cluster.nodes[1].stage is stays
+        assert list(engine.memories) == [kept]
+        assert engine.sessions[kept].rows < 230, "nothing is to be made again"
+        assert await check_pairs(engine, cluster.nodes) == 3
+        assert await _said(engine, kept, *turns[2]) == one[20:]
+        await _said(engine, cut, ids(3, 5), 4)
+        assert await check_pairs(engine, cluster.nodes) == 6
+        assert check_hot_caches(engine, cluster.nodes) > 0, "no row lies in a hot slot of both"
 
 
 def _fields(config: EngineConfig) -> dict[str, object]:
