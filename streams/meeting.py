@@ -135,6 +135,10 @@ class Listener:
         self._closed = True
         server, self._server = self._server, None
         if server is not None:
+            # asyncio's loop leaves a connection open for ever that it accepted in the round in which its server closes.
+            for listening in server.sockets:
+                asyncio.get_running_loop().remove_reader(listening.fileno())
+            await asyncio.sleep(0)
             server.close()
         self._wake()
         left = [*self._strangers, *self._waiting]

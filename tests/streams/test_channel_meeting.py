@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import hmac
+import socket
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -221,3 +224,24 @@ async def test_strangers_without_room_cost_a_line_a_second() -> None:
     assert [(log["reason"], log.get("more", 0)) for log in logs if log["event"] == "channel.refused"] == [("busy", 0), ("busy", 2)]
     await listener.close()
     await leave(wires)
+
+
+@pytest.mark.parametrize("rounds", range(6))
+async def test_who_comes_while_the_listener_closes_is_let_go(rounds: int) -> None:
+    """A connection that the machine took, and the loop too or not yet, leaves nothing behind and nothing to complain of."""
+    trouble: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: trouble.append(context))
+    listener = await listen("127.0.0.1", 0, key=KEY, terms=terms(0))
+    with socket.create_connection(("127.0.0.1", listener.port)) as comes:
+        comes.setblocking(False)
+        await turns(rounds)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            await listener.close()
+            await turns()
+            gc.collect()
+        with contextlib.suppress(ConnectionError):
+            while comes.recv(1 << 10):  # raises BlockingIOError where the connection is still open
+                pass
+    assert not trouble
+    assert not [str(warning.message) for warning in warned]
