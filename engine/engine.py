@@ -203,14 +203,14 @@ class Engine:
     async def fork_session(self, session_id: SessionId, tokens: int | None = None, *, revision: int | None = None) -> SessionId:
         """A new session with the first `tokens` tokens of another one, by default all; rows are shared, and the other may be running.
 
-        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it broke; NotAdmitted.
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it broke; NotAdmitted, NodeLost.
         """
         return (await self._with_room(lambda: self._held.fork(session_id, tokens, revision), session_id)).id
 
     async def truncate_session(self, session_id: SessionId, tokens: int, *, revision: int | None = None) -> None:
         """Keep the first `tokens` tokens of a session between two turns; its revision moves if that cuts anything off.
 
-        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted; BadRequest: more tokens than there are, or it broke.
+        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted, NodeLost; BadRequest: more tokens than there are, or it broke.
         Nothing changed then.
         """
         session = self._held.find(session_id)
@@ -244,7 +244,7 @@ class Engine:
         Args: progress: called on the loop with (bytes done, bytes in all).
         Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
         BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's; BadRequest also: it broke before.
-        Cancel: the archive is what it was.
+        Cancel, NodeLost: the archive is what it was.
         """
         session, place = self._held.find(session_id), place_of(directory)
         await self._held.settle(session)

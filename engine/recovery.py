@@ -90,6 +90,9 @@ class Recovery:
                 return
             except ForebayError as error:
                 _log.warning("session.not_refilled", session_id=session.id, error=str(error))
+        if session.closing:  # while its rows came, so that whoever closed it found no memory
+            self._loop.drop_memory(session)
+            return
         if rows:
             self._loop.stored.note(session)
         _log.info("session.recovered", session_id=session.id, tokens=len(session.tokens), rows=rows)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import time  # bound here: a virtual run forbids asking, and nothing depends on what it says
 from typing import TypeVar
 
-from engine.errors import BadRequest, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
+from engine.errors import BadRequest, NodeLost, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
 from engine.loop import StepLoop
 from engine.protocol import SessionId, SessionView
 from engine.request import Request
@@ -60,10 +60,11 @@ class Sessions:
     def fork(self, session_id: SessionId, tokens: int | None, revision: int | None) -> Session:
         """A session that begins with the first `tokens` tokens of another one, all of them by default; the other may be running.
 
-        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it is broken; NotAdmitted.
+        Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it is broken; NotAdmitted; NodeLost.
         """
         source = self.find(session_id)
         self.check_revision(source, revision)
+        self._check_there(source)
         if source.broken is not None or source.phase is Phase.BROKEN:
             raise BadRequest(f"session {source.id} is broken, and its rows with it; fork another", field="session")
         source.check_open()
@@ -93,7 +94,7 @@ class Sessions:
     async def truncate(self, session_id: SessionId, tokens: int, revision: int | None) -> Session:
         """Keep the first `tokens` tokens of a session that is between two turns.
 
-        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted; BadRequest: more tokens than there are, or it broke.
+        Raises: UnknownSession, StaleRevision, SessionBusy, NotAdmitted, NodeLost; BadRequest: more tokens than there are, or it broke.
         Nothing changed then.
         """
         session = self.find(session_id)
@@ -101,6 +102,7 @@ class Sessions:
         while session.busy and session.memory is not None and self._between(session):
             await session.memory.operations.settle()
         self.check_revision(session, revision)
+        self._check_there(session)
         session.check_open()
         if not self._between(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; truncate it between its turns", field="session")
@@ -126,6 +128,13 @@ class Sessions:
                 if self._loop.pressure.can_ease(device) or self._loop.stored.reclaim(spared, device=device > 0) is None:
                     raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
 
+    def _check_there(self, session: Session) -> None:
+        """Raise NodeLost where rows of it were lost with a node that is away, or are just coming back: what is done to it now would be done
+        to a part of it. An export would replace its archive by one without rows."""
+        whole = session.broken is None and session.phase is not Phase.BROKEN and (session.memory is not None or not session.tokens)
+        if self._loop.away and not whole:
+            raise NodeLost(f"{self._loop.away}; try again when it is back")
+
     def _between(self, session: Session) -> bool:
         """Whether the session is between two turns."""
         return session.idle and not session.closing and not self.running(session)
@@ -144,9 +153,10 @@ class Sessions:
             raise StaleRevision(f"session {session.id} has a turn running behind revision {revision}", session.revision)
 
     async def settle(self, session: Session) -> None:
-        """Wait for turns whose last token was handed out already: the session is theirs for a moment more."""
+        """Wait for turns whose last token was handed out already: the session is theirs for a moment more. Raises NodeLost."""
         while ending := [request for request in self.running(session) if request.finished]:
             await ending[0].ended.wait()
+        self._check_there(session)
 
     def used(self, session: Session) -> None:
         """A turn begins."""

@@ -29,7 +29,7 @@ from engine.archive.parts import Block
 from engine.archive.places import Places
 from engine.archive.reader import Reader
 from engine.archive.writer import SEGMENT_BYTES, Writer
-from engine.errors import ForebayError, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
+from engine.errors import ForebayError, NodeLost, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
 from engine.protocol import SessionId
 from engine.session import Phase, Session
 from engine.stage import Stage
@@ -39,7 +39,7 @@ from memory.append import blocks_of
 from memory.errors import BarrierFailed, DoesNotFit
 from memory.image import Image
 from memory.session import SessionMemory
-from streams import StreamError
+from streams import Closed, PeerLost, StreamError
 
 __all__ = ["Archives", "Exported", "TransferProgress"]
 
@@ -111,6 +111,10 @@ class Archives:
             async with held(partial(Writer, path, identity, session.id)) as writer:
                 manifest = await write(identity, writer, progress)
         except BarrierFailed as error:
+            if isinstance(session.broken, (PeerLost, Closed)):  # it gets its rows again when the node is back
+                raise NodeLost(
+                    f"session {session.id} could not be archived: a node with some of its rows is away ({session.broken})"
+                ) from error
             session.move(Phase.BROKEN)
             raise SessionBroken(str(error)) from error
         except DoesNotFit as error:

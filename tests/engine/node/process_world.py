@@ -172,8 +172,8 @@ async def again(engine: Engine) -> None:
 
 
 async def until(true: Callable[[], bool], what: str) -> None:
-    """Wait for what comes without anybody being told. Raises AssertionError after 20 seconds."""
-    last = time.monotonic() + 20
+    """Wait for what comes without anybody being told. Raises AssertionError after a minute."""
+    last = time.monotonic() + 60
     while not true():
         assert time.monotonic() < last, what
         await asyncio.sleep(0.02)

@@ -197,6 +197,15 @@ async def test_nodes_killed_while_rows_come_back_and_while_they_are_joined(
     is found again, and killed when the first is to connect to it. In the end both sessions have their archives' rows."""
     whole, strike = await expected(nodes.checkpoint), Strike(monkeypatch)
     first, second = nodes.each
+
+    def at_import() -> None:
+        first.restart()
+        strike.at("image.take", 1, at_return, nth=2)
+
+    def at_return() -> None:
+        second.restart()
+        strike.at("join", 0, second.restart)
+
     async with nodes.head() as engine:
         archive_in(engine, tmp_path)
         sessions = [await engine.create_session() for _ in range(2)]
@@ -205,14 +214,11 @@ async def test_nodes_killed_while_rows_come_back_and_while_they_are_joined(
             await engine.export_session(session, tmp_path / session)
         shutil.copytree(tmp_path / sessions[0], tmp_path / "copy")
         with capture_logs() as logs:
-            strike.at("image.take", 0, first.restart, nth=2)
+            strike.at("image.take", 0, at_import, nth=2)
             with pytest.raises(NodeLost):
                 await engine.import_session(tmp_path / "copy")
             assert time.monotonic() - strike.at_s < ALLOWED_S
             assert list(engine.sessions) == sessions
-            strike.at("image.take", 1, second.restart, nth=2)
-            await until(lambda: len(strike.struck) == 2, "no rows came back")
-            strike.at("join", 0, second.restart)
             await again(engine)
         assert strike.struck == ["image.take", "image.take", "join"]
         assert met(logs) == [0, 1, 1]
