@@ -136,7 +136,7 @@ async def head_of(checkpoint: Path, key: Path, *nodes: NodeProcess) -> AsyncIter
     """A head over all of its nodes, in order of their stages."""
     cluster = ClusterConfig(nodes=tuple(node.address for node in nodes), key_file=str(key), peer_timeout_s=nodes[0].timeout_s)
     config = small(hot_rows=TOP_K, stages=nodes[0].stages)
-    async with asyncio.timeout(120), open_cluster(checkpoint, config, cluster) as engine:
+    async with asyncio.timeout(240), open_cluster(checkpoint, config, cluster) as engine:
         yield engine
 
 
