@@ -5,7 +5,7 @@ each stage, and what a card and a session take there), `capacity.py` (how much f
 
 Invariants:
 1. Bytes of rows, blocks, keys, rings, hot caches and tables come from `kernels/layout.py` and `memory/needs.py`, which admission uses too.
-2. What the engine cannot do yet is planned all the same, and said so in `Plan.notes`.
+2. Where the engine does otherwise than planned, `Plan.notes` says so.
 3. Nothing is rounded in favour of fitting: what is uncertain (activations, what the host keeps) is taken off first.
 
 Two cards of a stage (owner and peer) are planned so: matrices of heads, experts, MLPs, embedding and head are halved; what makes a row, a

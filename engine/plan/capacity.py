@@ -207,11 +207,10 @@ def _longest(boxes: Boxes, ask: Ask, rules: Rules, stages: tuple[StagePlan, ...]
 
 
 def _notes(engine: EngineConfig, boxes: Boxes) -> tuple[str, ...]:
-    """What of the plan this engine cannot run yet, and what it leaves out."""
+    """What this engine does otherwise than planned, and what the plan leaves out."""
     notes = []
     if boxes.cards_per_stage > 1:
-        more = "several stages of two cards each are planned, not built; " if boxes.stages > 1 else ""
-        notes.append(f"{more}of two cards this engine keeps embedding, head and MTP block on the first; the plan halves them")
+        notes.append("of two cards this engine keeps embedding, head and MTP block on the first; the plan halves them")
     if engine.placement == "resident":
         notes.append("resident sessions take RAM only while a barrier runs; none is counted")
     return tuple(notes)
