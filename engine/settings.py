@@ -13,7 +13,7 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,10 @@ def parse_peer(text: str) -> str:
     return "" if text == "none" else parse_text(text)
 
 
-def choice(*allowed: str, later: Collection[str] = (), read: Callable[[str], object] = str) -> Callable[[str], object]:
-    """A parser of one of `allowed`; those in `later` are refused as not built yet."""
+def choice(*allowed: str, read: Callable[[str], object] = str) -> Callable[[str], object]:
+    """A parser of one of `allowed`."""
 
     def parse(text: str) -> object:
-        if text in later:
-            raise ValueError(f"one of {', '.join(allowed)} ({text} is not built yet)")
         if text not in allowed:
             raise ValueError(f"one of {', '.join(allowed)}")
         return read(text)

@@ -301,7 +301,7 @@ async def test_draining_refuses_new_requests_and_finishes_old_ones(checkpoint: P
 
 
 async def test_settings_that_cannot_be_are_refused(checkpoint: Path) -> None:
-    """A device that is not built, and a missing model, are one clear line."""
+    """A device that is not there, and a missing model, are one clear line."""
     with pytest.raises(BadSetting, match="cuda"):
         async with Engine.open(checkpoint, small(device="cuda")):
             pass
