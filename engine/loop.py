@@ -177,8 +177,7 @@ class StepLoop:
     def _die(self, error: BaseException) -> None:
         self._dead = error
         for request in self.requests:
-            request.fail(SessionBroken(f"the engine has stopped: {type(error).__name__}: {error}"))
-            request.ended.set()
+            _end_with(request, error)
         for line in (self.waiting, self.appending, self.decoding):
             line.clear()
 
@@ -252,15 +251,23 @@ class StepLoop:
         except NodeLost:  # it is away by now
             return False
         if admitted:
-            session = request.session
-            assert session.memory is not None, "admitted with memory"
-            request.cached = session.memory.counts.logical if request.history is None else request.history.rows
-            session.tokens.extend(request.appended)
-            self.stored.note(session)  # what it begins with may be shared while it reads the rest
-            request.begin(self.stage.model.config.vocabulary, self.stage.device)
-            session.move(Phase.APPENDING)
-            self._appends.start(request)
+            try:
+                self._start(request)
+            except BaseException as error:
+                _end_with(request, error)  # it is in no line by which the dying loop could find it
+                raise
         return admitted is not False
+
+    def _start(self, request: Request) -> None:
+        """Begin the append of a request that has its memory."""
+        session = request.session
+        assert session.memory is not None, "admitted with memory"
+        request.cached = session.memory.counts.logical if request.history is None else request.history.rows
+        session.tokens.extend(request.appended)
+        self.stored.note(session)  # what it begins with may be shared while it reads the rest
+        request.begin(self.stage.model.config.vocabulary, self.stage.device)
+        session.move(Phase.APPENDING)
+        self._appends.start(request)
 
     def _allowance(self, members: tuple[Request, ...]) -> int | None:
         """What units of appends may run beside a step of these requests, in bytes that it could read; None: nobody decodes."""
@@ -318,3 +325,9 @@ class StepLoop:
         request.drop_unwritten()
         request.ended.set()
         self._batches.forget(request)
+
+
+def _end_with(request: Request, error: BaseException) -> None:
+    """End a request by what the loop dies of."""
+    request.fail(SessionBroken(f"the engine has stopped: {type(error).__name__}: {error}"))
+    request.ended.set()

@@ -18,7 +18,7 @@ from engine.node.hosting import Apart, Broken
 from engine.node.passage import Passage
 from engine.node.wire import error_of
 from memory.placement import PlacementStatistics
-from streams import Event, Full, PeerLost, Reason, StreamError, TcpChannel
+from streams import Event, PeerLost, Reason, StreamError, TcpChannel
 
 __all__ = ["Far"]
 
@@ -72,9 +72,7 @@ class Far:
         if self._caller is not None:
             try:
                 return self._caller.call(name, body, answer, session=session)
-            except Full as error:  # it takes calls, but does not answer: as good as gone
-                self.lose(error)
-            except StreamError as error:
+            except StreamError as error:  # Full too: it takes calls, but does not answer, and is as good as gone
                 self.lose(error)
         failed: Event[T] = Event(name, stream=self.name, session=session)
         failed.settle(None, self._error)

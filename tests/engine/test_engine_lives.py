@@ -7,6 +7,7 @@ import pytest
 
 import memory.copyback
 import memory.offload
+from engine.append_queue import AppendQueue
 from engine.decode import DecodeStep
 from engine.engine import Engine
 from engine.errors import BadRequest, BadSetting, NotAdmitted, SessionBroken, UnknownSession
@@ -47,6 +48,22 @@ async def test_a_dead_loop_ends_every_request_and_says_why(checkpoint: Path, mon
         await asyncio.wait_for(life(), LIMIT_S)
     with pytest.raises(SessionBroken, match="no room"):
         await reading[0]
+
+
+async def test_a_loop_that_dies_of_a_request_ends_that_one_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is between two lines when the step loop fails gets the error as well."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such append")
+
+    async def life() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=16)) as engine:
+            monkeypatch.setattr(AppendQueue, "start", fail)
+            with pytest.raises(SessionBroken, match="no such append"):
+                await read(engine.generate([1] * 60, greedy(5)))
+
+    with pytest.raises(RuntimeError, match="no such append"):
+        await asyncio.wait_for(life(), LIMIT_S)
 
 
 async def test_a_failed_step_ends_its_own_sessions_only(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
