@@ -59,11 +59,14 @@ async def test_a_loop_that_dies_of_a_request_ends_that_one_too(checkpoint: Path,
     async def life() -> None:
         async with Engine.open(checkpoint, small(hot_rows=16)) as engine:
             monkeypatch.setattr(AppendQueue, "start", fail)
-            with pytest.raises(SessionBroken, match="no such append"):
-                await read(engine.generate([1] * 60, greedy(5)))
+            reading.append(asyncio.ensure_future(read(engine.generate([1] * 60, greedy(5)))))
+            await asyncio.sleep(LIMIT_S)
 
+    reading: list[asyncio.Future[list[int]]] = []
     with pytest.raises(RuntimeError, match="no such append"):
         await asyncio.wait_for(life(), LIMIT_S)
+    with pytest.raises(SessionBroken, match="no such append"):
+        await asyncio.wait_for(reading[0], LIMIT_S)
 
 
 async def test_a_failed_step_ends_its_own_sessions_only(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
