@@ -9,10 +9,13 @@ Invariants:
    can lock two parts up, not even one queue for all of a graph: what a wait may stand before, nobody needs who raises its flag.
 3. A replay is over, for the stream that it began on, when all its graphs are, also when one of them could not be launched.
 4. Graphs of one part share a pool of scratch memory, those of two never do: parts run at once.
+5. No device's first graph begins inside another part's capture: with the first, torch takes memory for the device's random numbers on a
+   stream that is not captured yet, and a driver refuses that, and ends the open capture.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -127,8 +130,11 @@ class PairRecorder:
     """Graphs of both parts of a pair. All recordings share each part's scratch memory: two replays never run at once."""
 
     def __init__(self, crossing: Crossing) -> None:
+        """Capture a graph a device that nobody replays. Args: crossing: the launches of its work have run on every device."""
         self.crossing = crossing
         self._devices = crossing.devices
+        epochs = {device: crossing.epoch_of[name] for name, device in self._devices.items()}
+        self._first = [_captured(device, partial(crossing.work.advance, epoch)) for device, epoch in epochs.items()]  # see invariant 5
         self._pools: dict[str, Any] = {}
         # Made once, soon after the streams of the backend: torch has 32 of a priority and gives them out again, and of two graphs that came
         # to share one stream the second would not begin while the first waits for it.
@@ -192,6 +198,16 @@ def _together(crossing: Crossing, own: _Part, beside: Sequence[tuple[_Part, torc
                 here.wait_event(ended)
 
     return replay
+
+
+def _captured(device: torch.device, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of that work alone. While it is held, what torch took for the device's graphs stays."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        work()
+        graph.capture_end()
+    return graph
 
 
 def _marker(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -37,7 +37,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, fake: FakeDevice) -> list[FakeRecorde
     def recorder_of(config: EngineConfig, device: torch.device, peer: object) -> Recorder | None:
         if config.graphs != "on" or peer is None:
             return None
-        made.append(FakeRecorder(fake, Crossing({"": device, ".peer.": device}, fake.flag_work())))
+        made.append(FakeRecorder(fake, Crossing({"": device, ".peer.": torch.device("cpu", 1)}, fake.flag_work())))
         return made[-1]
 
     monkeypatch.setattr("engine.stage._recorder", recorder_of)
@@ -121,7 +121,7 @@ async def test_a_replay_that_fails_breaks_its_session_only(checkpoint: Path, mon
     async with Engine.open(checkpoint, peered(graphs="on", prefix_cache="off")) as engine:
         await collect(engine, [(ids(20, 1), 5)])
         (recorder,) = recorders
-        own, its = fake.graphs[:2]
+        own, its = fake.graphs[2:4]  # behind the first of each device
         crossing = recorder.crossing
         assert crossing is not None
         flag = crossing._flags[3].data_ptr()

@@ -1,7 +1,7 @@
 """Graphs of a device that is not there: what `streams/graphs.py` captures is kept as nodes, and replays run them in any order they allow.
 
 Takes the place of the parts of `torch.cuda` that a recording uses. Imitates: captures (of several graphs at once, a stream in one at a
-time), edges by events, work that has to be joined to its graph's end, replays that run at once, waits for flags that others raise, launches
+time, the first of a device while there is no other), edges by events, work that has to be joined to its graph's end, replays that run at once, waits for flags that others raise, launches
 that fail. Does not imitate: memory pools, priorities, time.
 
 A device may run what a graph leaves open in any order: `run` draws one node after another; with `queues` it draws an order for each graph
@@ -76,6 +76,7 @@ class FakeDevice:
     refuse: list["FakeGraph"] = field(default_factory=list)  # launches of these fail, once each
     graphs: list["FakeGraph"] = field(default_factory=list)  # in order of their making
     lowered: set[int] = field(default_factory=set)  # addresses of flags that nobody raises
+    captured: set[torch.device | None] = field(default_factory=set)  # devices that have had a graph
     _of_thread: threading.local = field(default_factory=threading.local)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +176,7 @@ class FakeGraph:
     def __init__(self, device: FakeDevice) -> None:
         self.nodes: list[Node] = []
         self.pool: object = None
+        self.capturing = False
         self._device = device
         self._made = False
         device.graphs.append(self)
@@ -183,22 +185,21 @@ class FakeGraph:
         assert capture_error_mode == "thread_local"
         stream = self._device.current
         assert stream.graph is None, "the stream is captured already"
-        stream.graph, stream.tail, self.pool = self, frozenset(), pool
+        first, others = stream.device not in self._device.captured, [graph for graph in self._device.graphs if graph.capturing]
+        assert not (first and others), f"the first graph of {stream.device} takes memory while another is captured"
+        self._device.captured.add(stream.device)
+        stream.graph, stream.tail, self.pool, self.capturing = self, frozenset(), pool, True
 
     def capture_end(self) -> None:
         stream = self._device.current
         assert stream.graph is self, "a capture ends where it began"
         ends = ancestors(stream.tail)
         assert all(node in ends for node in self.nodes), "unjoined work"
-        stream.graph = None
+        stream.graph, self.capturing = None, False
 
     def instantiate(self) -> None:
         assert not any(graph is not self and graph.capturing for graph in self._device.graphs), "made while another is captured"
         self._made = True
-
-    @property
-    def capturing(self) -> bool:
-        return self._device.current.graph is self
 
     def replay(self) -> None:
         self._device.replayed(self)

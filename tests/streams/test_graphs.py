@@ -10,11 +10,11 @@ from streams.event import Event
 from streams.stream import Stream
 from tests.streams.fake_graphs import FakeDevice, FakeRecorder, Node, ancestors
 
-CPU = torch.device("cpu")
+DEVICES = {"": torch.device("cpu", 0), ".peer.": torch.device("cpu", 1)}
 
 
 def crossing_of(fake: FakeDevice) -> Crossing:
-    return Crossing({"": CPU, ".peer.": CPU}, fake.flag_work())
+    return Crossing(DEVICES, fake.flag_work())
 
 
 def recorded(
@@ -67,7 +67,7 @@ def pair(chained: Chained) -> Callable[[Callable[[str], Stream]], None]:
 def test_an_event_is_signalled_once_and_awaited_once_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two streams that need one event of the other part share its flag and its wait; events within a part need none."""
     fake, _, _ = recorded(monkeypatch, pair(Chained()))
-    own, its = fake.graphs
+    own, its = fake.graphs[2:]  # behind the first of each device
     assert labels(own.nodes) == ["advance", "signal", "wait", "wait", "signal"]
     assert labels(its.nodes) == ["advance", "wait", "signal", "signal", "wait"]
     assert own.pool is not its.pool, "graphs that run at once have scratch of their own"
@@ -122,7 +122,7 @@ def test_a_launch_that_fails_ends_the_other_and_leaves_both_in_step(monkeypatch:
     crossing = recorder.crossing
     assert crossing is not None
     replay()
-    fake.refuse.append(fake.graphs[refused])
+    fake.refuse.append(fake.graphs[2 + refused])
     ran: list[str] = []
     monkeypatch.setattr(fake, "run", lambda run=fake.run: (ran.append("run"), run()))
     with pytest.raises(RuntimeError, match="refuses"):
