@@ -168,7 +168,8 @@ def open_stage(
     table_layout, streams = TableLayout(len(groups)), StageStreams.of(backend, name, peered=peer is not None)
     try:
         if arena_of is None:
-            arena = Arena(layout, host_bytes, ledger, registration=registration_for(device), progress=progress)
+            readers = () if peer is None or config.mirror_replicas == 2 else (peer.device,)  # of the one mirror
+            arena = Arena(layout, host_bytes, ledger, registration=registration_for(device, *readers), progress=progress)
         else:
             arena = arena_of(layout, host_bytes, ledger)
         budget = device_budget(device)

@@ -3,8 +3,9 @@
 Holds how many bytes are registered, for messages. Knows no blocks: `Arena` hands it whole chunks at start-up.
 
 Invariants:
-1. Memory counts as registered only after the device read a known pattern through the address we will give to kernels. Torch offers no
-   question for the device's address; with one address space for host and device, which every card we run on has, it is the host's.
+1. Memory counts as registered only after every device that will read it has read a known pattern through the address we will give to
+   kernels. Torch offers no question for the device's address; with one address space for host and devices, which every card we run on
+   has, it is the host's.
 2. What is refused is not registered, and says why with numbers.
 3. The memory's bytes are afterwards as before.
 """
@@ -49,14 +50,16 @@ class DeviceRegistration:
     """Registers host memory for one device. See `host.Registration`."""
 
     def __init__(
-        self, device: torch.device, *, runtime: Runtime | None = None, reader: Reader | None = None, node: int | None = None
-    ) -> None:
+        self, device: torch.device, *others: torch.device, runtime: Runtime | None = None, reader: Reader | None = None,
+        node: int | None = None,
+    ) -> None:  # fmt: skip
         """Ask the device which memory is near it; register nothing.
 
-        Args: device: a "cuda" device, NVIDIA's or AMD's. runtime, reader, node: the device's own unless given: a fake runtime and reader
-            need no card.
+        Args: device: a "cuda" device, NVIDIA's or AMD's. others: that read the same memory. runtime, reader, node: the device's own unless
+            given: a fake runtime and reader need no card.
         """
         self.device = device
+        self._readers = (device, *others)
         self.registered_bytes = 0
         self.node = _near(device) if node is None else node
         self._runtime: Runtime = torch.cuda.cudart() if runtime is None else runtime
@@ -113,7 +116,7 @@ class DeviceRegistration:
             _log.warning("mirror.node_not_preferred", node=self.node, device=str(self.device), reason=reason)
 
     def _verify(self, host_address: int, size_bytes: int) -> None:
-        """Let the device read a pattern at both ends of the range, and leave the bytes as they were."""
+        """Let every device read a pattern at both ends of the range, and leave the bytes as they were."""
         starts = [0, (size_bytes - _ROW_BYTES) // _ROW_BYTES * _ROW_BYTES]
         ends = [tensor_at(host_address + start, (_ROW_BYTES,), torch.uint8) for start in starts]
         before = [end.clone() for end in ends]
@@ -123,13 +126,14 @@ class DeviceRegistration:
             end.copy_((torch.arange(_ROW_BYTES) * 17 + torch.tensor(list(number.to_bytes(_ROW_BYTES, "little"))) + 101).to(torch.uint8))
         wanted = torch.stack([end.clone() for end in ends])
         try:
-            found = self._read(self.device, [host_address + start for start in starts])
+            found = [self._read(device, [host_address + start for start in starts]) for device in self._readers]
         finally:
             for end, held in zip(ends, before, strict=True):
                 end.copy_(held)
-        if not torch.equal(found, wanted):
+        blind = [device for device, seen in zip(self._readers, found, strict=True) if not torch.equal(seen, wanted)]
+        if blind:
             raise RegistrationRefused(
-                f"{self.device} does not read what the host wrote to {size_bytes} bytes of registered memory at {host_address:#x}: "
+                f"{blind[0]} does not read what the host wrote to {size_bytes} bytes of registered memory at {host_address:#x}: "
                 "the mirror needs a card that has one address space with the host; use another card or --device cpu"
             )
 
@@ -151,9 +155,9 @@ class DeviceRegistration:
             return
 
 
-def registration_for(device: torch.device) -> Registration:
-    """What makes host memory readable by `device`: chosen once, when a stage opens."""
-    return NoRegistration() if device.type == "cpu" else DeviceRegistration(device)
+def registration_for(device: torch.device, *others: torch.device) -> Registration:
+    """What makes host memory readable by `device`, and by others of its kind: chosen once, when a stage opens."""
+    return NoRegistration() if device.type == "cpu" else DeviceRegistration(device, *others)
 
 
 def _limit(value: int) -> str:

@@ -4,7 +4,8 @@ Holds the plan, its checks and its arithmetic. Runs nothing.
 
 1. `rows` are what a session has in front of its new tokens: made-up ones and the prompt.
 2. Without `--host-memory` the arena is exactly what the sessions reserve: registering more would only take longer.
-3. What the machine's RAM cannot hold is refused before the weights are made.
+3. What the machine's RAM cannot hold is refused before the weights are made, unless `--host-memory` gives a size: a virtual machine may
+   have its RAM only as it is taken, and says less before. Then registering the arena is what refuses.
 """
 
 import dataclasses
@@ -191,7 +192,8 @@ def prepared(plan: SessionsPlan) -> Work:
         raise NotAdmitted(
             f"these sessions need an arena of {size(host)} and --host-memory gives {size(arena)}; raise it, or ask for fewer {fewer}"
         )
-    _check_ram(arena, fewer)
+    if not engine.host_memory_bytes:
+        _check_ram(arena, fewer)
     return Work(
         plan, dataclasses.replace(engine, host_memory_bytes=arena), lengths, append, session, host, card,
         rules.stage_weights(range(config.layers)).card,
@@ -244,7 +246,7 @@ def _check_ram(arena_bytes: int, fewer: str) -> None:
     if arena_bytes + _PROCESS_BYTES > free:
         raise NotAdmitted(
             f"these sessions need an arena of {size(arena_bytes)}, and with {size(_PROCESS_BYTES)} for the process that is more than the "
-            f"{size(free)} of RAM that are free; ask for fewer {fewer}"
+            f"{size(free)} of RAM that are free; ask for fewer {fewer}, or give --host-memory where RAM grows as it is taken"
         )
 
 

@@ -83,8 +83,9 @@ def test_a_wait_ends_when_another_stream_raises_its_flag() -> None:
     seen = torch.zeros(1, device=card)
     for work in (advance_epoch, partial(raise_flag, flag), partial(await_flag, flag, lost=lost), partial(mark_lost, rows, lost, mark=5)):
         work(epoch=epoch)  # compiled
-    flag.zero_()
+    seen.zero_().fill_(0)  # loaded: a driver may load a kernel only when nothing runs, and then what waits would have to end first
     torch.cuda.synchronize()
+    flag.zero_()  # by the host, behind the launch that raised it
     waiting, raising = (torch.cuda.Stream(card) for _ in range(2))
     with torch.cuda.stream(waiting):
         await_flag(flag, epoch, lost)

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.engine import Engine
 from engine.protocol import SyntheticHistory
-from tests.engine.homes import Homes, HomesBackend
+from memory.host import NoRegistration
+from tests.engine.homes import OWNER, PEER, Homes, HomesBackend
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import greedy
@@ -53,7 +55,10 @@ async def test_each_device_touches_its_own_memory(
 
 
 async def test_where_the_peer_has_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Behind a page of made-up rows the peer chooses among keys of its own, in appends, steps and drafts."""
+    """Behind a page of made-up rows the peer chooses among keys of its own, in appends, steps and drafts; it reads the owner's mirror, and
+    that is registered for both."""
+    asked: list[tuple[torch.device, ...]] = []
+    monkeypatch.setattr("engine.stage.registration_for", lambda *devices: (asked.append(devices), NoRegistration())[1])
     config = tiny_config(num_hidden_layers=2, indexer_types=["full", "shared"], index_n_heads=4, index_topk=32)
     model = write_checkpoint(random_tensors(config, 5), config, tmp_path / "model")
     homes = Homes()
@@ -68,4 +73,5 @@ async def test_where_the_peer_has_keys(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert await check_bytes(engine) == 1
         await backend.close()
     assert not homes.wrong, "\n".join(sorted(homes.wrong))
+    assert asked == [(OWNER, PEER)]
     assert min(homes.launches.values()) > 100, f"{homes.launches} launches were seen"

@@ -137,6 +137,28 @@ def test_memory_the_device_cannot_read_back_is_refused(size_bytes: int, wrong: i
     assert (memory == 7).all()
 
 
+def test_every_device_that_reads_the_memory_is_asked() -> None:
+    """Memory that one card registers and two read counts as registered when both read it; else the other is named."""
+    other, blind, asked = torch.device("cuda", 1), set[torch.device](), list[torch.device]()
+
+    def read(device: torch.device, addresses: list[int]) -> Tensor:
+        asked.append(device)
+        rows = rows_at(torch.tensor(addresses), 16)
+        return rows ^ 1 if device in blind else rows
+
+    runtime = FakeRuntime()
+    made = DeviceRegistration(CARD, other, runtime=runtime, reader=read, node=-1)
+    memory = torch.full((64,), 7, dtype=torch.uint8)
+    made.register(memory.data_ptr(), 64)
+    assert asked == [CARD, other]
+    made.unregister(memory.data_ptr())
+    blind.add(other)
+    with pytest.raises(RegistrationRefused, match="cuda:1 does not read what the host wrote"):
+        made.register(memory.data_ptr(), 64)
+    assert runtime.registered == {}
+    assert (memory == 7).all()
+
+
 def test_a_reader_that_fails_leaves_nothing_registered() -> None:
     """If the check itself raises, the range is unregistered and its bytes are as before."""
 

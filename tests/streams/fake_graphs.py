@@ -1,8 +1,8 @@
 """Graphs of a device that is not there: what `streams/graphs.py` captures is kept as nodes, and replays run them in any order they allow.
 
 Takes the place of the parts of `torch.cuda` that a recording uses. Imitates: captures (of several graphs at once, a stream in one at a
-time, the first of a device while there is no other), edges by events, work that has to be joined to its graph's end, replays that run at once, waits for flags that others raise, launches
-that fail. Does not imitate: memory pools, priorities, time.
+time, a device's first while there is no other), edges by events, work that has to be joined to its graph's end, replays that run at once,
+waits for flags that others raise, launches that fail. Does not imitate: memory pools, priorities, time.
 
 A device may run what a graph leaves open in any order: `run` draws one node after another; with `queues` it draws an order for each graph
 beforehand and keeps it, as a device that has one queue for a graph would, so that a wait holds up everything drawn behind it.

@@ -121,8 +121,9 @@ async def test_rows_before_count_as_memory(model: Path) -> None:
 def test_ram_that_is_short_names_what_to_lower(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     """Where the machine has less RAM than the rows take the line names the flags of this part."""
     monkeypatch.setattr(many, "available_bytes", lambda: 1 << 30)
+    asked = dataclasses.replace(gap_plan(model, append_rows=40), engine=small(append_chunk_rows=16, host_memory_bytes=0))
     with pytest.raises(NotAdmitted, match="fewer --append, --append-after or --rows"):
-        prepared(gap_plan(model, append_rows=40))
+        prepared(asked)
 
 
 def test_the_longest_waits_are_told_with_their_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,8 @@ def test_floors_of_companies(model: Path) -> None:
 
 
 def test_sixteen_million_rows_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slice of eight layers: 82 GiB of rows and 16 of keys in RAM to the byte, 30.2 GiB of weights; refused where RAM is short."""
+    """The slice of eight layers: 82 GiB of rows and 16 of keys in RAM to the byte, 30.2 GiB of weights; refused where RAM is short and
+    nobody gave a size."""
     monkeypatch.setattr(many, "available_bytes", lambda: 110 * GIB)
     asked = SessionsPlan(Path("glm-5.3-slice-8"), EngineConfig(device="cpu", load_format="random"))
     work = prepared(asked)
@@ -249,6 +250,8 @@ def test_sixteen_million_rows_are_planned(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(many, "available_bytes", lambda: 101 * GIB)
     with pytest.raises(NotAdmitted, match=r"arena of 98\.00 GiB.*fewer --sessions or --rows"):
         prepared(asked)
+    given = dataclasses.replace(asked, engine=dataclasses.replace(asked.engine, host_memory_bytes=99 * GIB))
+    assert prepared(given).engine.host_memory_bytes == 99 * GIB, "who gives a size knows better: RAM may grow as it is taken"
     half = prepared(dataclasses.replace(asked, sessions=(1, 8)))
     assert half.engine.host_memory_bytes == 49 * GIB
 
