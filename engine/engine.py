@@ -241,13 +241,13 @@ class Engine:
     async def export_session(self, session_id: SessionId, directory: str | Path, progress: TransferProgress | None = None) -> Exported:
         """Write a session that is between two turns to a directory of its own, or to the one it was written to before: then what is new.
 
-        Args: progress: called on the loop with (bytes done, bytes in all).
-        Raises: UnknownSession, SessionBusy; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
+        Args: progress: called on the loop with (bytes done, bytes in all). Cancel: the archive is what it was.
+        Raises: UnknownSession, SessionBusy, NodeLost; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
         BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's; BadRequest also: it broke before.
-        Cancel, NodeLost: the archive is what it was.
         """
         session, place = self._held.find(session_id), place_of(directory)
         await self._held.settle(session)
+        self._held.check(session, None)
         with self.departures.moving():
             return await self._archives.export(session, place, progress)
 
@@ -367,8 +367,7 @@ class Engine:
         """Check, tokenise and queue one request."""
         if revision is not None:
             await self._held.settle(session)
-            self._held.check_revision(session, revision)
-        session.check_open()
+        self._held.check(session, revision)
         self._prompts.check_bias(sampling.logit_bias)
         grammar = None if sampling.form is None else await self.grammars.compiled(sampling.form)
         if after and not (session.temporary and history is None):
@@ -379,8 +378,7 @@ class Engine:
         tokens = before + tokens if before else tokens
         if not after and self._continues(session) != continues:  # another request came or went while a long text was tokenised
             tokens = await self._prompts.tokens(prompt, template_arguments, continues=not continues, held=session.tokens)
-        session.check_open()
-        self._held.check_revision(session, revision)
+        self._held.check(session, revision)
         if not tokens and (history is not None or len(session.tokens) == session.rows):
             raise BadRequest("the prompt has no tokens", field="prompt")
         request = Request(

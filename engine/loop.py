@@ -48,7 +48,7 @@ class StepLoop:
         self._batches = Batches(stage)
         self.pressure = Pressure(stage.placement, lambda: (*self.appending, *self.decoding), self._batches.forget)
         self._line = WaitingLine(
-            stage, config.waiting_max, self._ended, self.stored, self.departures, self.pressure, spare_rows=3 * self.depth.most
+            stage, config.waiting_max, self._ended, self._named, self.stored, self.departures, self.pressure, spare_rows=3 * self.depth.most
         )  # fmt: skip
         self.reads = Reads()  # of sessions that are closed
         self.tally = Tally(stage.backend.clock)
@@ -228,6 +228,8 @@ class StepLoop:
         if self.waiting and (settling := self._line.settling) is not None:
             return await settling.operations.settle()
         self._wake.clear()
+        if self._line.reaps:  # behind a session that ended in this turn, while who waits for memory or a node is held up
+            return
         if self._held_up or (not self._line.can_move() and not (self._closing and not self.waiting)):
             await self._wake.wait()
 

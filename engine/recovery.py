@@ -20,6 +20,7 @@ from engine.errors import ForebayError, NodeLost
 from engine.loop import StepLoop
 from engine.node.head import Head
 from engine.protocol import SessionId
+from engine.request import Request
 from engine.session import Phase, Session
 
 __all__ = ["Recovery"]
@@ -57,8 +58,9 @@ class Recovery:
 
     async def found(self) -> None:
         """All nodes are there: see to every session, then let requests begin again."""
-        while running := (*self._loop.appending, *self._loop.decoding):
-            await running[0].ended.wait()
+        while cut_off := self._cut_off():
+            self._loop.wake()
+            await cut_off[0].ended.wait()
         for session in self._loop.stored.sessions:
             if session.broken is not None:
                 self._loop.stored.give_up(session)
@@ -72,6 +74,11 @@ class Recovery:
         if losses == self._losses:  # else somebody was lost meanwhile: all nodes are met again, and this is called again
             self._loop.away = ""
         self._loop.wake()
+
+    def _cut_off(self) -> list[Request]:
+        """Requests that the loss ends: those that run, and those that wait behind one of them. They are told while a node is away."""
+        loop, over = self._loop, (Phase.BROKEN, Phase.CLOSED)
+        return [*loop.appending, *loop.decoding, *(one for one in loop.waiting if one.session.phase in over)]
 
     async def _again(self, session: Session) -> None:
         """Bring one session to where its next turn can begin."""

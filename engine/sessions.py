@@ -63,11 +63,9 @@ class Sessions:
         Raises: UnknownSession, StaleRevision, BadRequest: more tokens than there are, or it is broken; NotAdmitted; NodeLost.
         """
         source = self.find(session_id)
-        self.check_revision(source, revision)
-        self._check_there(source)
+        self.check(source, revision)
         if source.broken is not None or source.phase is Phase.BROKEN:
             raise BadRequest(f"session {source.id} is broken, and its rows with it; fork another", field="session")
-        source.check_open()
         count = _count(source, tokens)
         made = self.create(source.namespace)
         held = min(count, source.rows)
@@ -98,12 +96,10 @@ class Sessions:
         Nothing changed then.
         """
         session = self.find(session_id)
-        self.check_revision(session, revision)
+        self.check(session, revision)
         while session.busy and session.memory is not None and self._between(session):
             await session.memory.operations.settle()
-        self.check_revision(session, revision)
-        self._check_there(session)
-        session.check_open()
+        self.check(session, revision)
         if not self._between(session):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; truncate it between its turns", field="session")
         count, memory = _count(session, tokens), session.memory
@@ -128,13 +124,6 @@ class Sessions:
                 if self._loop.pressure.can_ease(device) or self._loop.stored.reclaim(spared, device=device > 0) is None:
                     raise NotAdmitted(f"it does not fit now: {error}; close a session, or try later", retry_after_s=5.0) from error
 
-    def _check_there(self, session: Session) -> None:
-        """Raise NodeLost where rows of it were lost with a node that is away, or are just coming back: what is done to it now would be done
-        to a part of it. An export would replace its archive by one without rows."""
-        whole = session.broken is None and session.phase is not Phase.BROKEN and (session.memory is not None or not session.tokens)
-        if self._loop.away and not whole:
-            raise NodeLost(f"{self._loop.away}; try again when it is back")
-
     def _between(self, session: Session) -> bool:
         """Whether the session is between two turns."""
         return session.idle and not session.closing and not self.running(session)
@@ -143,8 +132,18 @@ class Sessions:
         """Requests of the session that have not ended."""
         return self._loop.of(session)
 
-    def check_revision(self, session: Session, revision: int | None) -> None:
-        """Raise StaleRevision unless the session is at `revision`, with no turn on its way; None: any will do."""
+    def check(self, session: Session, revision: int | None) -> None:
+        """Raise where nobody may go on with it.
+
+        Raises: NodeLost: rows of it were lost with a node that is away, or are just coming back, or it was cut off since it was found (an
+        export now would replace its archive by one without rows); BadRequest: it is closed, or broke;
+        StaleRevision: it is not at `revision`, or a turn is on its way; None: any will do.
+        """
+        over = session.phase in (Phase.BROKEN, Phase.CLOSED) or session.broken is not None
+        whole = not over and (session.memory is not None or not session.tokens)  # else what is done now would be done to a part of it
+        if not session.closing and ((self._loop.away and not whole) or self.by_id.get(session.id, session) is not session):
+            raise NodeLost(f"{self._loop.away or 'a node was away'}; session {session.id} goes on when it is back: try again then")
+        session.check_open()
         if revision is None:
             return
         if session.revision != revision:
@@ -153,10 +152,9 @@ class Sessions:
             raise StaleRevision(f"session {session.id} has a turn running behind revision {revision}", session.revision)
 
     async def settle(self, session: Session) -> None:
-        """Wait for turns whose last token was handed out already: the session is theirs for a moment more. Raises NodeLost."""
+        """Wait for turns whose last token was handed out already: the session is theirs for a moment more."""
         while ending := [request for request in self.running(session) if request.finished]:
             await ending[0].ended.wait()
-        self._check_there(session)
 
     def used(self, session: Session) -> None:
         """A turn begins."""

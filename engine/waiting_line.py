@@ -29,17 +29,17 @@ class WaitingLine:
     """Waiting requests of one stage, in the order in which they are offered memory (`scheduler.in_turn`). Loop thread only."""
 
     def __init__(
-        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], stored: StoredSessions, departures: Departures,
-        pressure: Pressure, *, spare_rows: int = 0,
+        self, stage: Stage, waiting_max: int, ended: Callable[[Request], None], named: Callable[[ForebayError], ForebayError],
+        stored: StoredSessions, departures: Departures, pressure: Pressure, *, spare_rows: int = 0,
     ) -> None:  # fmt: skip
-        """Args: ended: told of every request that leaves the line without having started. stored: histories that requests may begin with,
-        and that make room for them. departures: sessions that go to disk for them. pressure: running
-        ones whose hot caches are larger than they need be. spare_rows: of drafts, past a session's end."""
+        """Args: ended: told of every request that leaves the line without having started. named: what one that cannot go on is told.
+        stored: histories that requests may begin with, and that make room for them. departures: sessions that go to disk for them.
+        pressure: running ones whose hot caches are larger than they need be. spare_rows: of drafts, past a session's end."""
         self.requests: list[Request] = []
         self._turns = Turns()
         self._stage = stage
         self._waiting_max = waiting_max
-        self._ended = ended
+        self._ended, self._named = ended, named
         self._stored = stored
         self._departures = departures
         self._pressure = pressure
@@ -72,7 +72,8 @@ class WaitingLine:
                 request.end("abort")
                 self._ended(request)
             elif request.session.phase in (Phase.BROKEN, Phase.CLOSED):
-                self._refuse(request, SessionBroken(f"session {request.session.id} ended before this request began; create another"))
+                ended = SessionBroken(f"session {request.session.id} ended before this request began; create another")
+                self._refuse(request, self._named(ended))
 
     def startable(self, request: Request) -> bool:
         """Whether the request's session can take it now: nobody runs in it and nothing of it is in flight."""
@@ -199,6 +200,9 @@ class WaitingLine:
 
     def can_move(self) -> bool:
         """Whether the next turn of the loop would change the line."""
-        return any(
-            request.aborted or request.session.phase in (Phase.BROKEN, Phase.CLOSED) or self.startable(request) for request in self.requests
-        )
+        return self.reaps or any(self.startable(request) for request in self.requests)
+
+    @property
+    def reaps(self) -> bool:
+        """Whether there is somebody to reap."""
+        return any(request.aborted or request.session.phase in (Phase.BROKEN, Phase.CLOSED) for request in self.requests)

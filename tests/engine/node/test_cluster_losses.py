@@ -139,6 +139,39 @@ async def test_a_loss_while_rows_come_back_costs_no_archive(checkpoint: Path, tm
         assert await left_of(engine, cluster) == (0, 0)
 
 
+@pytest.mark.parametrize("tokens_before", [0, 12])
+async def test_a_turn_behind_one_that_is_cut_off_is_told_that_its_session_goes_on(checkpoint: Path, tokens_before: int) -> None:
+    """Nobody is told to make another session: not who waits in line behind a turn that ends with a node, nor who asks about a session whose
+    first prompt was cut off, so that it has no tokens. It goes on once the node is back."""
+    config = small(hot_rows=TOP_K)
+    whole = await run(checkpoint, config, [(ids(150, 1), 12), (ids(3, 2), 12)])
+    async with cluster_of(checkpoint, config, "2") as (engine, cluster):
+        session = await engine.create_session()
+        if tokens_before:
+            assert await tokens(engine, session, ids(150, 1), tokens_before) == whole.tokens[:12]
+        cut_off = engine.generate(ids(2000, 3), greedy(8), session=session)
+        await cut_off.prompt()
+        if tokens_before:  # else it begins while the node goes, and nothing else wakes the loop before the node is back
+            await until(lambda: engine.statistics().running == 1, "no prompt is read")
+        behind = asyncio.ensure_future(tokens(engine, session, ids(3, 2), 4))
+        await until_waiting(engine, 1)
+        await cluster.nodes[0].stop()
+        with pytest.raises(NodeLost):
+            await read(cut_off, [])
+        with pytest.raises(NodeLost, match="its session goes on"):
+            await asyncio.wait_for(behind, 20)
+        with pytest.raises(NodeLost, match=f"session {session} goes on"):
+            await engine.fork_session(session, 0)
+        await cluster.nodes[0].start()
+        await until_ready(engine)
+        if not tokens_before:
+            assert await tokens(engine, session, ids(150, 1), 12) == whole.tokens[:12]
+        assert await tokens(engine, session, ids(3, 2), 12) == whole.tokens[12:]
+        await engine.close_session(session)
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0)
+
+
 @pytest.mark.parametrize("call", ["begin", "part"])
 async def test_a_node_that_is_lost_while_the_head_opens_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Before it said what it has, or behind that: the head opens with it all the same, and takes requests."""
