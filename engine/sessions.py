@@ -142,7 +142,7 @@ class Sessions:
         over = session.phase in (Phase.BROKEN, Phase.CLOSED) or session.broken is not None
         whole = not over and (session.memory is not None or not session.tokens)  # else what is done now would be done to a part of it
         if not session.closing and ((self._loop.away and not whole) or self.by_id.get(session.id, session) is not session):
-            raise NodeLost(f"{self._loop.away or 'a node was away'}; session {session.id} goes on when it is back: try again then")
+            raise NodeLost(f"{self._loop.away or 'a node was away'}; session {session.id} goes on, try again when it is back")
         session.check_open()
         if revision is None:
             return

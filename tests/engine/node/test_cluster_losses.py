@@ -160,7 +160,7 @@ async def test_a_turn_behind_one_that_is_cut_off_is_told_that_its_session_goes_o
             await read(cut_off, [])
         with pytest.raises(NodeLost, match="its session goes on"):
             await asyncio.wait_for(behind, 20)
-        with pytest.raises(NodeLost, match=f"session {session} goes on"):
+        with pytest.raises(NodeLost, match=f"session {session} goes on, try again when it is back"):
             await engine.fork_session(session, 0)
         await cluster.nodes[0].start()
         await until_ready(engine)
