@@ -29,6 +29,8 @@ import uvloop
 
 from engine.config import ServerConfig
 from engine.engine import Engine
+from engine.gate import write_json
+from engine.gate.machine import machine
 from engine.service import Service
 from server import listening
 from tests.engine.grammar.random_model import random_model
@@ -303,7 +305,7 @@ def main() -> int:
     found = chaos.as_json()
     print(json.dumps(found, indent=1))
     if asked.json is not None:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(asked.json, {"version": 1, "kind": "chaos", **found, "machine": machine(probe=False)})
     return 1 if chaos.leaks or chaos.unexplained else 0
 
 

@@ -54,6 +54,7 @@ def run(invocation: Invocation) -> int:
     minutes = _MINUTES if options.get("minutes") is None else _minutes(options["minutes"])
     seed, target = count_of(options, "seed"), json_target(options)
     from engine.gate import write_json
+    from engine.gate.machine import machine
     from engine.search.soak import SoakPlan, SoakResult, run_soak
 
     plan, logged = SoakPlan(60 * minutes, seed or 0), structlog.get_config()["processors"]
@@ -74,7 +75,7 @@ def run(invocation: Invocation) -> int:
     for line in found.wrong:
         results().print(f"wrong: {line}", markup=False)
     if target is not None:
-        write_json(target, found.as_json())
+        write_json(target, {**found.as_json(), "machine": machine(probe=False)})
     return 1 if found.wrong else 0
 
 

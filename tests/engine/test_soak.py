@@ -82,6 +82,7 @@ def test_the_command_says_what_happened(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "turns" in capsys.readouterr().out
     written = json.loads((tmp_path / "soak.json").read_text())
     assert (written["ok"], written["plan"]["seconds"], written["plan"]["seed"], written["counts"]) == (True, 30.0, 7, {"turns": 3})
+    assert {"date", "cpu", "source"} <= set(written["machine"])  # a record that names no machine and no commit is none
 
 
 def test_the_command_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
