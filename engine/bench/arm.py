@@ -89,12 +89,14 @@ class Arm:
     hits: int
     misses: int
     ring_reads: int
-    device_bytes: int
+    device_bytes: int  # of a pair the owner's, as what follows
     transient_bytes: int | None  # device memory beyond long-lived buffers while the prompt was read; None without a device
     floor: StepBytes
     window: Window | None
     depth: int = 0  # drafts a step
     timed_tokens: int | None = None  # None: one a step
+    host_bytes: int = 0  # of RAM that rows lie in, in all mirrors, at the first token
+    peer_device_bytes: int | None = None  # None: there is no peer
 
     @property
     def sha256(self) -> str:
@@ -242,6 +244,7 @@ async def measure(engine: Engine, load: Load, prompt: Prompt, probe: Probe | Non
         hits=after.hits - before.hits, misses=after.misses - before.misses, ring_reads=after.ring_reads - before.ring_reads,
         device_bytes=memory.at_first_token_bytes, transient_bytes=memory.transient_bytes,
         floor=step_bytes(stage.model, stage.layout, length=rows + timed / 2, depth=depth), window=window, depth=depth, timed_tokens=timed,
+        host_bytes=memory.host_bytes, peer_device_bytes=memory.peer_bytes,
     )  # fmt: skip
 
 
@@ -281,8 +284,9 @@ class _Memory:
     """Device memory that reading a prompt takes beyond the buffers that stay."""
 
     def __init__(self, engine: Engine) -> None:
-        self._ledger, self._device = engine.stage.ledger, engine.stage.device
+        self._stage, self._ledger, self._device = engine.stage, engine.stage.ledger, engine.stage.device
         self.transient_bytes: int | None = None
+        self.host_bytes, self.peer_bytes = 0, None if engine.stage.peer is None else 0
         self.prompt_is_read()
 
     @property
@@ -299,7 +303,11 @@ class _Memory:
 
     def prompt_was_read(self) -> None:
         """The first token is there: its session holds what it will hold."""
-        self.at_first_token_bytes = self.long_lived_bytes
+        self.at_first_token_bytes, peer = self.long_lived_bytes, self._stage.peer
+        mirrors = [self._stage.arena, *([] if peer is None or peer.arena is None else [peer.arena])]
+        self.host_bytes = sum((held.blocks - held.free) * held.block_bytes for held in (mirror.statistics() for mirror in mirrors))
+        if peer is not None:
+            self.peer_bytes = peer.pool.statistics().allocated_bytes
         if self._device.type != "cpu":
             peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
             self.transient_bytes = max(0, peak - (self.at_first_token_bytes - self._held))

@@ -136,6 +136,7 @@ def _arm_fields(found: Comparison, arm: Arm) -> dict[str, Any]:
         "placement": arm.placement, "draft_depth": arm.depth, "sha256": arm.sha256,
         "tokens": len(arm.token_ids), "context_rows": arm.context_rows,
         "hits": arm.hits, "misses": arm.misses, "ring_reads": arm.ring_reads, "miss_rate": arm.miss_rate,
+        "host_bytes": arm.host_bytes, "peer_device_bytes": arm.peer_device_bytes,
         "device_bytes": arm.device_bytes, "transient_bytes": arm.transient_bytes, "floor_bytes": dataclasses.asdict(arm.floor),
     }  # fmt: skip
     if not found.equal:

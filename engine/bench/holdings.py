@@ -84,13 +84,21 @@ def facts(engine: Engine) -> dict[str, Any]:
         "ledger": ledger, "arena": asdict(held.arena), "pool": asdict(held.pool),
         "host": {"process": _process(), "available": _available()},
     }  # fmt: skip
-    if stage.device.type != "cpu":
-        free, total = torch.cuda.mem_get_info(stage.device)
-        found["device"] = {
-            "allocated": torch.cuda.memory_allocated(stage.device), "reserved": torch.cuda.memory_reserved(stage.device),
-            "driver_used": total - free, "driver_total": total,
-        }  # fmt: skip
-    return found
+    if stage.peer is not None:
+        mirror = stage.peer.arena
+        found["peer"] = {
+            "arena": None if mirror is None else asdict(mirror.statistics()), "pool": asdict(stage.peer.pool.statistics())
+        } | _device(stage.peer.device)  # fmt: skip
+    return found | _device(stage.device)
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    """What a device's allocator and its driver count, as "device"; nothing for a CPU."""
+    if device.type == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    counted = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+    return {"device": {**counted, "driver_used": total - free, "driver_total": total}}
 
 
 def _available() -> int | None:

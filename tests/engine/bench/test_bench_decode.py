@@ -164,6 +164,18 @@ async def test_without_probe_tokens_nothing_observes(model: Path) -> None:
     assert len(found.arms[0].token_ids) == 10
 
 
+async def test_both_devices_of_a_pair_are_counted(model: Path) -> None:
+    """A mirror a device takes twice the RAM of one that both read, to the byte, and each device's buffers are said."""
+    long = load(model, history=SyntheticHistory(1, 150))
+    one, two = [await run_arm(long, small(peer="cpu", mirror_replicas=replicas), quiet) for replicas in (1, 2)]
+    assert one.host_bytes > 0
+    assert two.host_bytes == 2 * one.host_bytes
+    assert one.peer_device_bytes is not None
+    assert one.peer_device_bytes > 0
+    alone = await run_arm(long, small(), quiet)
+    assert (alone.host_bytes, alone.peer_device_bytes) == (one.host_bytes, None)
+
+
 async def test_a_history_may_fill_the_context_to_the_last_row(model: Path) -> None:
     """History, prompt and answer together may be as long as the context, and not one token longer."""
     config = small(context_max=256)
