@@ -65,7 +65,7 @@ class Head:
         self._setup = setup
         self._dtype = dtype
         self._marks = marks
-        self._terms = stage_terms(fingerprint_of(setup.model, setup.config), setup.stages, len(setup.stages) - 1)
+        self._terms = stage_terms(fingerprint_of(setup.model, setup.config, setup.limits), setup.stages, len(setup.stages) - 1)
         self._fars = [Far(f"of stage {stage}", Passage(None, copies, device)) for stage in range(len(setup.locate))]
         self._channels: list[TcpChannel | None] = [None] * len(setup.locate)
         self._at: list[Address | None] = [None] * len(setup.locate)

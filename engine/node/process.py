@@ -51,7 +51,7 @@ class Node:
 
     def __init__(self, setup: NodeSetup, facts: ModelConfig) -> None:
         self._setup = setup
-        self._fingerprint = fingerprint_of(facts, setup.config)
+        self._fingerprint = fingerprint_of(facts, setup.config, setup.limits)
         self._terms = stage_terms(self._fingerprint, setup.stages, setup.stage)
         self._stage: asyncio.Future[HeldStage] = asyncio.get_running_loop().create_future()
         self._head: _Head | None = None

@@ -16,6 +16,7 @@ from engine.node.keys import key_of, limits_of
 
 DEMO = ModelConfig.read(Path(__file__).parents[3] / "engine" / "demo_model")
 GLM = ModelConfig.read(NAMED["glm-5.3"])
+LIMITS = limits_of(ClusterConfig())
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,9 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         parse_address(text)
 
 
+LIMITS = limits_of(ClusterConfig())
+
+
 def test_several_addresses_are_in_order_and_differ() -> None:
     """Their order is that of the stages."""
     assert parse_addresses("b:1, a:1") == (Address("b", 1), Address("a", 1))
@@ -43,7 +47,7 @@ def test_several_addresses_are_in_order_and_differ() -> None:
 def test_terms_tell_the_processes_apart() -> None:
     """All have one map and different numbers, the head the last; the doctor's are its own."""
     stages = (range(3), range(3, 8))
-    fingerprint = fingerprint_of(DEMO, EngineConfig())
+    fingerprint = fingerprint_of(DEMO, EngineConfig(), LIMITS)
     every = [stage_terms(fingerprint, stages, stage) for stage in range(2)]
     assert [each.stage for each in every] == [0, 1]
     assert {each.layer_map for each in every} == {((0, 3), (3, 5))}
@@ -51,20 +55,23 @@ def test_terms_tell_the_processes_apart() -> None:
 
 
 def test_the_fingerprint_has_what_decides_about_rows_and_steps() -> None:
-    """Formats, sizes of steps and the architecture change it; what concerns one machine does not; it fits into a handshake."""
-    plain = fingerprint_of(DEMO, EngineConfig())
+    """Formats, sizes of steps, the time-out and the architecture change it; what concerns one machine does not; it fits into a
+    handshake."""
+    plain = fingerprint_of(DEMO, EngineConfig(), LIMITS)
     assert plain.endswith(f" forebay={version('forebay')}")
-    assert len(fingerprint_of(GLM, EngineConfig(index_key_format="e4m3", draft_depth=None))) <= 256
+    assert len(fingerprint_of(GLM, EngineConfig(index_key_format="e4m3", draft_depth=None), LIMITS)) <= 256
     different = [
         EngineConfig(row_format="f32"), EngineConfig(index_key_format="e4m3"), EngineConfig(dtype="bf16"),
         EngineConfig(latent_norm_eps=1e-5), EngineConfig(append_chunk_rows=64), EngineConfig(context_max=512),
         EngineConfig(placement="resident"), EngineConfig(draft_depth=1),
         EngineConfig(decode_batch_limit=2),
     ]  # fmt: skip
-    assert len({plain, fingerprint_of(GLM, EngineConfig()), *(fingerprint_of(DEMO, each) for each in different)}) == len(different) + 2
+    others = {fingerprint_of(GLM, EngineConfig(), LIMITS), *(fingerprint_of(DEMO, each, LIMITS) for each in different)}
+    assert len({plain, *others}) == len(different) + 2
     same = [EngineConfig(host_memory_bytes=1 << 30), EngineConfig(hot_rows=64), EngineConfig(device="cpu"), EngineConfig(tape="t")]
-    assert {fingerprint_of(DEMO, each) for each in same} == {plain}
-    assert fingerprint_of(replace(DEMO, top_k=DEMO.top_k // 2), EngineConfig()) != plain
+    assert {fingerprint_of(DEMO, each, LIMITS) for each in same} == {plain}
+    assert fingerprint_of(DEMO, EngineConfig(), limits_of(ClusterConfig(peer_timeout_s=0.5))) != plain
+    assert fingerprint_of(replace(DEMO, top_k=DEMO.top_k // 2), EngineConfig(), LIMITS) != plain
 
 
 def test_the_key_comes_from_its_file(tmp_path: Path) -> None:

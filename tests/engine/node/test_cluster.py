@@ -168,9 +168,10 @@ async def test_a_node_answers_the_doctor_before_and_while_a_head_drives_it(check
         addresses = [node.address for node in cluster.nodes if node.address is not None]
         found = await visit(addresses, KEY, Effort(LIMITS, frames=4, turns=3), lambda done, total: None)
         assert not found.lost
-        assert {report.model for report in found.reports.values()} == {fingerprint_of(cluster.setup.model, config)}
+        fingerprint = fingerprint_of(cluster.setup.model, config, LIMITS)
+        assert {report.model for report in found.reports.values()} == {fingerprint}
         assert all(not pair.failure for pair in found.pairs.values())
-        rival = await connect(*addresses[0], key=KEY, terms=stage_terms(fingerprint_of(cluster.setup.model, config), cluster.stages, 2))
+        rival = await connect(*addresses[0], key=KEY, terms=stage_terms(fingerprint, cluster.stages, 2))
         try:
             with pytest.raises(NotAdmitted, match="is driven by the head at"):
                 await Caller(rival, lambda _: None).call("begin", None, Facts)
