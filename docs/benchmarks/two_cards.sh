@@ -4,8 +4,9 @@
 #
 #     bash docs/benchmarks/two_cards.sh OUT [link tests decode graphs million replicas gate drafts nodes many ...]
 #
-# FOREBAY: the command (.venv/bin/forebay). GRAPHS: on or off, of all pairs but those of `decode` (off) and `graphs` (on).
-# LIMIT: seconds that a command may take. TESTS: which tests, as pytest's -k says it.
+# FOREBAY, PYTHON: the commands (.venv/bin/forebay and .venv/bin/python; where there is no .venv, "python3 server.py" and python3).
+# GRAPHS: on or off, of all pairs but those of `decode` (off) and `graphs` (on). LIMIT: seconds that a command may take. TESTS: which tests,
+# as pytest's -k says it.
 # SMALL=1: the packaged model and short histories on the CPU, to try these lines.
 set -uo pipefail
 OUT=${1:?a folder for the results}
