@@ -71,13 +71,13 @@ EOF
 
 gate() {
     all <<EOF
-$FOREBAY gate $MODEL $PAIR $ROOM $HISTORY --new-tokens $NEW --pairs 3 --null-pairs 1 --json $OUT/gate.json
+$FOREBAY gate $MODEL $PAIR $ROOM $HISTORY --new-tokens $NEW --together --pairs 3 --null-pairs 1 --json $OUT/gate.json
 EOF
 }
 
 drafts() {
     all <<EOF
-$FOREBAY gate $MODEL $PAIR $ROOM $HISTORY --new-tokens $NEW --pairs 3 --null-pairs 1 --draft-depth 3 --force-accept-rate 0.65 --json $OUT/gate_drafts.json
+$FOREBAY gate $MODEL $PAIR $ROOM $HISTORY --new-tokens $NEW --together --pairs 3 --null-pairs 1 --draft-depth 3 --force-accept-rate 0.65 --json $OUT/gate_drafts.json
 EOF
 }
 
