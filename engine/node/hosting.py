@@ -29,7 +29,7 @@ from engine.unit import Unit
 from kernels.layout import STATE_FIELDS
 from memory.operations import Operations
 from memory.placement import PlacementStatistics
-from streams import Channel, Event, PeerLost, Reason
+from streams import Channel, Closed, Event, PeerLost, Reason
 
 __all__ = ["Apart", "Broken", "Hosting", "Neighbours"]
 
@@ -331,9 +331,7 @@ class Hosting:
         one = self._session(asked.memory)
         image = one.image = self._follower.image(MemoryId(asked.memory))
         rows = await image.read_out()
-        held, _ = self._held(one, False, None)
-        assert held is not None
-        return rows, held
+        return rows, self._still_held(asked.memory, one)
 
     async def _image_begin(self, asked: calls.Load) -> None:
         one = self._session(asked.memory)
@@ -350,8 +348,15 @@ class Hosting:
         await image.place(asked.first, stop)
 
     async def _image_finish(self, asked: calls.Rows) -> calls.Held:
+        one = self._session(asked.memory)
         await self._image(asked.memory).finish(asked.rows)
-        held, _ = self._held(self._session(asked.memory), False, None)
+        return self._still_held(asked.memory, one)
+
+    def _still_held(self, number: int, one: _Session) -> calls.Held:
+        """What it holds. Raises Closed: the head closed it while it was waited for, as where another stage of it was lost."""
+        if self._sessions.get(number) is not one:
+            raise Closed(f"memory {number} was closed meanwhile")
+        held, _ = self._held(one, False, None)
         assert held is not None
         return held
 
