@@ -6,7 +6,8 @@ Invariants:
 1. The cluster is whole from the end of a meeting until the first loss, and nobody is asked for anything new in between.
 2. A node that is lost is looked for until it is found; the others keep their process, their arena and what they hold.
 3. Each meeting joins all stages anew: nothing of an earlier one can arrive late.
-4. A node that answers and does not belong (other weights, cut or stage) ends the head, with both sides' words: no time makes it right.
+4. A node that answers and does not belong (other weights, cut or stage) ends a head that opens, with both sides' words: no time makes it
+   right. One that comes in the place of a lost node ends nothing: sessions wait for one that belongs, and the log says what differs.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ class Head:
         self.on_lost: Callable[[BaseException], None] = lambda error: None  # before anybody else hears of what failed with it
         self.on_whole: Callable[[], Awaitable[None]] = _nothing  # all are there, at first and after each loss
         self._lost = asyncio.Event()
-        self._leaving = False
+        self._leaving = self._opened = False
         for far in self._fars:
             far.on_end = self._one_lost
 
@@ -100,6 +101,7 @@ class Head:
         failure: BaseException | None = None
         try:
             await self._meet_all()
+            self._opened = True
             await self.on_whole()  # one may have been met, lost and met again
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(), name="nodes")
@@ -152,16 +154,24 @@ class Head:
                 return
 
     async def _find(self, stage: int) -> None:
-        """Meet one node, however long it takes. Raises BadSetting: it does not belong."""
+        """Meet one node, however long it takes. Raises BadSetting: it does not belong, and the head opens."""
         loop = asyncio.get_running_loop()
-        said = loop.time()
+        said, told = loop.time(), False
         while True:
             try:
                 await self._meet(stage)
                 return
-            except (StreamError, NotAdmitted) as error:
+            except (StreamError, NotAdmitted, BadSetting) as error:
+                foreign = isinstance(error, BadSetting)
                 if isinstance(error, PeerLost) and error.reason in _FOREIGN:
-                    raise BadSetting(f"the node of stage {stage} at {self._at[stage]}: {error}") from error
+                    if not self._opened:
+                        raise BadSetting(f"the node of stage {stage} at {self._at[stage]}: {error}") from error
+                    foreign = True
+                if foreign and not self._opened:
+                    raise
+                if foreign and not told:
+                    told = True
+                    _log.error("node.foreign", stage=stage, address=str(self._at[stage]), error=str(error), advice="start one that belongs")
                 if loop.time() - said >= _SAY_AGAIN_S:
                     said = loop.time()
                     _log.warning("node.awaited", stage=stage, address=str(self._at[stage] or "?"), error=str(error))

@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.errors import NodeLost
 from streams import TcpChannel
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.node.cluster_world import Cluster, cluster_of
+from tests.engine.node.cluster_world import LIMITS, Cluster, LocalNode, cluster_of
 from tests.engine.node.process_world import Strike, until
 from tests.engine.node.test_cluster import NAME, TOP_K, found, ids, left_of, read, tokens, until_ready
 from tests.engine.runs import greedy, run, small
@@ -170,6 +170,33 @@ async def test_a_turn_behind_one_that_is_cut_off_is_told_that_its_session_goes_o
         await engine.close_session(session)
         await engine.stage.idle()
         assert await left_of(engine, cluster) == (0, 0)
+
+
+@pytest.mark.parametrize("changes", [{"row_format": "bf16"}, {"load_format": "random"}, None], ids=["format", "weights", "stage"])
+async def test_a_stranger_in_the_place_of_a_lost_node_costs_no_session(checkpoint: Path, changes: dict[str, str] | None) -> None:
+    """A head with sessions does not end for a node that was started wrongly: it says what differs, and goes on with one that belongs."""
+    config = small(hot_rows=TOP_K)
+    whole = await run(checkpoint, config, [(ids(150, 1), 12), (ids(3, 2), 12)])
+    async with cluster_of(checkpoint, config, "1,1,2") as (engine, cluster):
+        session = await engine.create_session()
+        assert await tokens(engine, session, ids(150, 1), 12) == whole.tokens[:12]
+        node = cluster.nodes[0]
+        with capture_logs() as logs:
+            await node.stop()
+            stage = 1 if changes is None else 0
+            wrong = LocalNode(checkpoint, replace(config, **(changes or {})), cluster.stages, stage, LIMITS)  # type: ignore[arg-type]
+            await wrong.start()
+            node.address = wrong.address
+            await until(lambda: any(log["event"] == "node.foreign" for log in logs), "nobody said that it does not belong")
+            assert not engine.ready
+            await wrong.stop()
+            await node.start()
+            await until_ready(engine)
+        assert [log["stage"] for log in logs if log["event"] == "node.foreign"] == [0]
+        assert await tokens(engine, session, ids(3, 2), 12) == whole.tokens[12:]
+        await engine.close_session(session)
+        await engine.stage.idle()
+        assert await left_of(engine, cluster) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("call", ["begin", "part"])
