@@ -162,7 +162,9 @@ class Decoding:
         if request.broken:
             session.move(Phase.BROKEN)
         else:
-            if memory.counts.logical > memory.counts.committed and (not session.temporary or self._rolls_back):
+            # A last step's refused drafts are taken back by then, and what they had room in is not.
+            beyond = memory.counts.logical > memory.counts.committed or request.drafted
+            if beyond and (not session.temporary or self._rolls_back):
                 memory.truncate(memory.counts.committed, self.stage.streams.compute)
             session.revision += 1
             session.move(Phase.READY)

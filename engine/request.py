@@ -145,6 +145,11 @@ class Request:
         self._mask_due = False
         return self.form.mask
 
+    @property
+    def drafted(self) -> bool:
+        """Whether a step of this request judged drafts."""
+        return self._drafts.proposed[0] > 0
+
     def judged(self, drafts: int) -> None:
         """A step of this request judged so many drafts; called before its tokens are taken."""
         self._drafts, self._guessed = self._drafts.plus(drafts, 0), 0
@@ -156,7 +161,7 @@ class Request:
 
     def usage(self) -> Usage:
         drafts = self._drafts
-        if not drafts.proposed[0]:
+        if not self.drafted:
             return Usage(self.prompt_tokens, self.generated, self.cached)
         judged, accepted = sum(drafts.proposed), sum(drafts.accepted)
         depth = sum(count > 0 for count in drafts.proposed)

@@ -217,6 +217,18 @@ async def test_as_many_sessions_as_rows(checkpoint: Path, sessions: int, monkeyp
     assert all(one.same_bits(other) for one, other in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("rows", range(61, 67))
+async def test_a_last_step_of_refused_drafts_leaves_no_room_behind(checkpoint: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around a block's end: where the last step's drafts took a block and all were refused, the session gives it back as it ends its turn."""
+    left = []
+    guess_right(monkeypatch, [], lambda _, drafts: 0, VOCABULARY)
+    for depth in (0, 3):
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K, draft_depth=depth)) as engine:
+            await converse(engine, [(ids(50, 1), rows - 50)])
+            left.append(await left_by(engine))
+    assert left[1] == left[0]
+
+
 @pytest.mark.parametrize("tail", [1, 3, 4, 5])
 async def test_a_short_prompt_beside_verifying_sessions(checkpoint: Path, tail: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of about as many tokens as a step has rows is appended, never verified, while another session's drafts are judged; what both
