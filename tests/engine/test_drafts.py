@@ -219,7 +219,7 @@ async def test_as_many_sessions_as_rows(checkpoint: Path, sessions: int, monkeyp
 
 @pytest.mark.parametrize("rows", range(61, 67))
 async def test_a_last_step_of_refused_drafts_leaves_no_room_behind(checkpoint: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around a block's end: where the last step's drafts took a block and all were refused, the session gives it back as it ends its turn."""
+    """At a block's end: where the drafts of the last step took a block and were refused, the session gives it back at its turn's end."""
     left = []
     guess_right(monkeypatch, [], lambda _, drafts: 0, VOCABULARY)
     for depth in (0, 3):

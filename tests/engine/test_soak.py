@@ -19,8 +19,8 @@ from server import main
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_soak_leaves_nothing_and_loses_nothing() -> None:
-    """For five minutes clients come, leave, abort, fork, cut, archive and restore, and operations fail: all they hear is what is said alone,
-    and nothing is held at the end."""
+    """For five minutes clients come, leave, abort, fork, cut, archive and restore, and operations fail: all they hear is what is said
+    alone, and nothing is held at the end."""
     found = asyncio.run(run_soak(SoakPlan(300.0, seed=1, fault_every=20_000)))
     assert found.wrong == []
     for kind in ("conversations", "turns", "aborts", "forks", "cuts", "restores"):
