@@ -174,13 +174,14 @@ Left = tuple[list[tuple[int, ...]], tuple[int, ...]]
 
 async def left_by(engine: Engine) -> Left:
     """What sessions between two turns hold: of each its rows, those in RAM, in the ring and in the hot cache, blocks and bytes of RAM; and
-    of all of them the arena's blocks and references. Not bytes of the device: room for the rows of a step is more with drafts."""
+    of all of them the arena's blocks and references. Not bytes of the device: room for the rows of a step is more with drafts. Nor hot rows
+    where few steps came after a block's end: whether they read that block from RAM or still from the ring is a matter of time."""
     await engine._loop.wait_idle()
     for memory in engine.memories.values():
         await memory.operations.settle()
         memory.check_integrity()
     each = sorted(
-        (one.tokens, one.rows, one.mirrored_rows, one.ring_rows, one.hot_rows, one.blocks, one.host_bytes)
+        (one.tokens, one.rows, one.mirrored_rows, one.ring_rows, one.hot_rows if one.ring_rows > 12 else 0, one.blocks, one.host_bytes)
         for one in engine.instruments.tiers("", 100)
     )
     arena = engine.stage.arena.statistics()
