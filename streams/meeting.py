@@ -138,8 +138,10 @@ class Listener:
             # asyncio's loop leaves a connection open for ever that it accepted in the round in which its server closes.
             for listening in server.sockets:
                 asyncio.get_running_loop().remove_reader(listening.fileno())
-            await asyncio.sleep(0)
-            server.close()
+            try:
+                await asyncio.sleep(0)
+            finally:
+                server.close()
         self._wake()
         left = [*self._strangers, *self._waiting]
         self._waiting.clear()

@@ -162,13 +162,11 @@ class Head:
                 await self._meet(stage)
                 return
             except (StreamError, NotAdmitted, BadSetting) as error:
-                foreign = isinstance(error, BadSetting)
-                if isinstance(error, PeerLost) and error.reason in _FOREIGN:
-                    if not self._opened:
-                        raise BadSetting(f"the node of stage {stage} at {self._at[stage]}: {error}") from error
-                    foreign = True
+                foreign = isinstance(error, BadSetting) or (isinstance(error, PeerLost) and error.reason in _FOREIGN)
                 if foreign and not self._opened:
-                    raise
+                    if isinstance(error, BadSetting):
+                        raise
+                    raise BadSetting(f"the node of stage {stage} at {self._at[stage]}: {error}") from error
                 if foreign and not told:
                     told = True
                     _log.error("node.foreign", stage=stage, address=str(self._at[stage]), error=str(error), advice="start one that belongs")

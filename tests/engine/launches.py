@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 
 import engine.append
+import engine.model.glm
 import kernels
 import kernels.linear.bulk
 from engine.append import AppendRun
-from engine.model.glm import Model
+from engine.model.config import ModelConfig
+from engine.model.glm import Model, load_model
+from engine.model.named import NAMED
+from engine.model.source import ModelSource
 from kernels.layout import BLOCK_ROWS, HIDDEN_ROWS, PAGE_KEYS, BlockLayout
 from memory.append import AppendChunk
 from memory.row import key_layout, row_layout
 from streams import Event
+from tests.engine.model.test_step_bytes import _Shapes
 
-__all__ = ["Key", "Launches", "meta_stage"]
+__all__ = ["Key", "Launches", "meta_stage", "slice_model"]
 
 Key = tuple[str, tuple[tuple[str, str], ...]]  # of a kernel: its name, and what each argument and option is to the compiler
 
@@ -131,3 +136,11 @@ def append(stage: Any, first: int, rows: int, tokens_max: int) -> None:
     run = AppendRun(stage, _Memory(stage, first, tokens_max), [1] * rows, None, "s")  # type: ignore[arg-type]
     for unit in run.units():
         unit.submit()
+
+
+def slice_model(patch: pytest.MonkeyPatch, **changes: object) -> Model:
+    """The slice at its true widths, without memory. Args: changes: of its config; five layers are dense and not, full and shared."""
+    config = ModelConfig.read({**NAMED["glm-5.3-slice"], **changes})
+    source = ModelSource(config, _Shapes(config), torch.bfloat16)
+    patch.setattr(engine.model.glm, "open_source", lambda *asked, **options: source)
+    return load_model("glm-5.3-slice", device="meta")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import engine.model.glm
 from engine.append import AppendRun
 from engine.append_cost import StepCost
 from engine.append_queue import AppendQueue
@@ -18,17 +17,14 @@ from engine.batches import Batches
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import BadSetting
-from engine.model.config import ModelConfig
-from engine.model.glm import Model, load_model
-from engine.model.named import NAMED
-from engine.model.source import ModelSource
+from engine.model.glm import Model
 from engine.request import Request
 from engine.unit import Unit
 from kernels.layout import BlockLayout
 from memory.row import KeyFormat, key_layout, row_layout
 from streams import Event, SeededOrder, TapeRecorder, VirtualBackend
+from tests.engine.launches import slice_model
 from tests.engine.model.parity import make_checkpoint, named
-from tests.engine.model.test_step_bytes import _Shapes
 from tests.engine.runs import collect, greedy, small
 
 NAME = "shared"
@@ -48,12 +44,8 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 @pytest.fixture
-def slice_model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    """The slice at its true widths, without memory."""
-    config = ModelConfig.read(NAMED["glm-5.3-slice"])
-    source = ModelSource(config, _Shapes(config), torch.bfloat16)
-    monkeypatch.setattr(engine.model.glm, "open_source", lambda *asked, **options: source)
-    return load_model("glm-5.3-slice", device="meta")
+def whole_slice(monkeypatch: pytest.MonkeyPatch) -> Model:
+    return slice_model(monkeypatch)
 
 
 def _stage(model: Model, chunk_rows: int, keys: KeyFormat = "bf16") -> Any:
@@ -75,10 +67,10 @@ def _units(stage: Any, history: int, rows: int) -> list[Unit]:
 
 @pytest.mark.parametrize("chunk", [512, 2048])
 @pytest.mark.parametrize("history", [0, 50_000, MILLION - 2048])
-def test_no_unit_takes_long_at_true_widths(slice_model: Model, chunk: int, history: int) -> None:
+def test_no_unit_takes_long_at_true_widths(whole_slice: Model, chunk: int, history: int) -> None:
     """At the slice's widths, on a device, the longest unit of a chunk takes at most 1.25 steps over 50,000 rows at the default number of
     rows, and 3 at four times as many: beside a step goes what it allows or one unit, so tokens come at most four times as far apart."""
-    stage = _stage(slice_model, chunk)
+    stage = _stage(whole_slice, chunk)
     step = StepCost(stage).step([50_000], 0)
     units = _units(stage, history, chunk)
     longest = max(units, key=lambda unit: unit.cost)
@@ -87,24 +79,24 @@ def test_no_unit_takes_long_at_true_widths(slice_model: Model, chunk: int, histo
     assert units[-1].ends_chunk
 
 
-def test_narrow_keys_cost_what_scoring_them_was_measured_to_take(slice_model: Model) -> None:
+def test_narrow_keys_cost_what_scoring_them_was_measured_to_take(whole_slice: Model) -> None:
     """Keys of e4m3 cost as much less than those of bf16 as a million of either took on a card, within a twentieth, in one session and in
     sixteen."""
     raw = json.loads((ROOT / "docs/benchmarks/h200_keys_and_integers.json").read_text())
     took = {case["name"]: case["microseconds"] for case in raw["cases"]}
 
     def keys_cost(keys: KeyFormat, sessions: int) -> int:
-        cost = StepCost(_stage(slice_model, 512, keys))
-        return cost.step([MILLION] * sessions, 0) - cost.step([slice_model.config.top_k] * sessions, 0)
+        cost = StepCost(_stage(whole_slice, 512, keys))
+        return cost.step([MILLION] * sessions, 0) - cost.step([whole_slice.config.top_k] * sessions, 0)
 
     for sessions, said in ((1, "1 rows"), (16, "16 sessions")):
         measured = took[f"score 1,048,576 e4m3 keys, {said}"] / took[f"score 1,048,576 keys, {said}"]
         assert keys_cost("e4m3", sessions) / keys_cost("bf16", sessions) == pytest.approx(measured, rel=0.05)
 
 
-def test_a_long_history_is_scored_in_pieces(slice_model: Model) -> None:
+def test_a_long_history_is_scored_in_pieces(whole_slice: Model) -> None:
     """Behind a million rows every 32 rows of a chunk are a unit; behind few, all of a layer's are."""
-    stage = _stage(slice_model, 512)
+    stage = _stage(whole_slice, 512)
     counts = {history: len(_units(stage, history, 512)) for history in (0, MILLION - 512)}
     assert counts[MILLION - 512] - counts[0] == 4 * (512 // 32 - 1)
 

@@ -9,15 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.model.glm
 from engine.append import AppendRun
 from engine.chain import Chain
 from engine.config import EngineConfig
 from engine.forced import ForcedAcceptance, ForcedSelection
-from engine.model.config import ModelConfig
-from engine.model.glm import Model, load_model
-from engine.model.named import NAMED
-from engine.model.source import ModelSource
+from engine.model.glm import Model
 from engine.model.split import split_model
 from engine.pair_append import append_run
 from engine.pair_decode import decode_step
@@ -30,8 +26,7 @@ from kernels.layout import WHOLE, BlockLayout, TableLayout
 from memory.append import AppendChunk
 from memory.row import key_layout, row_layout
 from memory.table import StepTable
-from tests.engine.launches import Key, Launches, _Memory, _Stream
-from tests.engine.model.test_step_bytes import _Shapes
+from tests.engine.launches import Key, Launches, _Memory, _Stream, slice_model
 
 META, MILLION = torch.device("meta"), 1 << 20
 A_PAIRS = {"_copy_words", "_copy_items", "_follow_rows", "tally", "_write"}  # the last two: a choice among few columns, the candidates'
@@ -65,11 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    """Five layers of the slice, dense and not, full and shared, and the MTP block, without memory."""
-    config = ModelConfig.read({**NAMED["glm-5.3-slice"], "num_hidden_layers": 5})
-    source = ModelSource(config, _Shapes(config), torch.bfloat16)
-    monkeypatch.setattr(engine.model.glm, "open_source", lambda *asked, **options: source)
-    return load_model("glm-5.3-slice", device="meta")
+    return slice_model(monkeypatch, num_hidden_layers=5)
 
 
 def stage_of(whole: Model, placement: str, keys: str = "bf16", *, peered: bool) -> Stage:

@@ -12,16 +12,12 @@ import engine.model.glm
 from engine.append import AppendRun
 from engine.append_scratch import Scratch
 from engine.engine import Engine
-from engine.model.config import ModelConfig
-from engine.model.glm import Model, load_model
-from engine.model.named import NAMED
-from engine.model.source import ModelSource
+from engine.model.glm import Model
 from engine.warm_up import turns, warm_up
 from kernels.layout import PAGE_KEYS
 from kernels.place import BULK_ROWS
-from tests.engine.launches import Key, Launches, append, meta_stage
+from tests.engine.launches import Key, Launches, append, meta_stage, slice_model
 from tests.engine.model.parity import make_checkpoint
-from tests.engine.model.test_step_bytes import _Shapes
 from tests.engine.runs import small
 
 MILLION = 1 << 20
@@ -32,11 +28,7 @@ MANY = (129, 160, 257, 300, 511, 512)
 
 @pytest.fixture
 def shallow(monkeypatch: pytest.MonkeyPatch) -> Model:
-    """Five layers of the slice at its true widths, dense and not, full and shared, and the MTP block, without memory."""
-    config = ModelConfig.read({**NAMED["glm-5.3-slice"], "num_hidden_layers": 5})
-    source = ModelSource(config, _Shapes(config), torch.bfloat16)
-    monkeypatch.setattr(engine.model.glm, "open_source", lambda *asked, **options: source)
-    return load_model("glm-5.3-slice", device="meta")
+    return slice_model(monkeypatch, num_hidden_layers=5)
 
 
 def _more(asked: set[Key], had: set[Key]) -> list[str]:

@@ -14,8 +14,9 @@ from engine.bench.probe import Window
 from engine.commands.line import run_line
 from memory.rounds import ResidentRounds
 from server import serve
+from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 
-__all__ = ["CUDA", "FLAGS", "arm", "line", "load", "quiet", "spoil"]
+__all__ = ["CUDA", "FLAGS", "arm", "line", "load", "quiet", "spoil", "without_drafts"]
 
 FLAGS = ("--device", "cpu", "--host-memory", "64MiB", "--row-format", "f32", "--hot-rows", "16", "--log-format", "json")
 CUDA = torch.device("cuda")
@@ -53,3 +54,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
         compact.zero_()
 
     monkeypatch.setattr(ResidentRounds, "gather", zeroed)
+
+
+def without_drafts(directory: Path) -> Path:
+    """A tiny checkpoint without an MTP block: a cut then leaves every made-up row as it was."""
+    config = tiny_config(num_nextn_predict_layers=0)
+    return write_checkpoint(random_tensors(config, 5, mtp=False), config, directory)

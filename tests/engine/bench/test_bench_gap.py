@@ -20,9 +20,8 @@ from engine.bench.parts import as_json
 from engine.commands import bench_sessions
 from engine.config import EngineConfig
 from engine.errors import BadSetting, ForebayError, NotAdmitted
-from tests.engine.bench.arms import FLAGS, line
+from tests.engine.bench.arms import FLAGS, line, without_drafts
 from tests.engine.bench.test_bench_sessions import found_of, plan
-from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
 from tests.engine.runs import small
 
 WORDS = ("--part", "gap", "--rows", "20", "--prompt-tokens", "8", "--usual-tokens", "8", "--warmup-tokens", "2", "--alone-tokens", "3")
@@ -30,9 +29,7 @@ WORDS = ("--part", "gap", "--rows", "20", "--prompt-tokens", "8", "--usual-token
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint without an MTP block: a cut then leaves every made-up row as it was."""
-    config = tiny_config(num_nextn_predict_layers=0)
-    return write_checkpoint(random_tensors(config, 5, mtp=False), config, tmp_path_factory.mktemp("tiny"))
+    return without_drafts(tmp_path_factory.mktemp("tiny"))
 
 
 def gap_plan(model: Path, **changes: Any) -> Any:

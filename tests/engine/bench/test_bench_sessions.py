@@ -25,8 +25,7 @@ from engine.model.glm import load_model
 from kernels.layout import BlockLayout
 from memory.rounds import OffloadRounds, Picked, Query
 from memory.row import key_layout, row_layout
-from tests.engine.bench.arms import FLAGS, line, quiet, spoil
-from tests.engine.model.tiny_models import random_tensors, tiny_config, write_checkpoint
+from tests.engine.bench.arms import FLAGS, line, quiet, spoil, without_drafts
 from tests.engine.runs import small
 
 GIB = 1 << 30
@@ -34,9 +33,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint without an MTP block: a cut then leaves every made-up row as it was."""
-    config = tiny_config(num_nextn_predict_layers=0)
-    return write_checkpoint(random_tensors(config, 5, mtp=False), config, tmp_path_factory.mktemp("tiny"))
+    return without_drafts(tmp_path_factory.mktemp("tiny"))
 
 
 def plan(model: Path, **changes: Any) -> SessionsPlan:
