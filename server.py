@@ -9,7 +9,7 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -145,7 +145,7 @@ async def listening(service: Service) -> AsyncIterator[str]:
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, config.host, config.port).start()
+            await _whole(web.TCPSite(runner, config.host, config.port).start())
         except OSError as error:
             number = error.errno or 0  # failed look-ups of names have numbers of their own
             why = os.strerror(number) if number in errno.errorcode else error.strerror or str(error)
@@ -156,6 +156,15 @@ async def listening(service: Service) -> AsyncIterator[str]:
         yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     finally:
         await runner.cleanup()
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end, also where this is cancelled: asyncio's loop forgets the socket of a server whose making is cut off."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task])
 
 
 async def serve(

@@ -102,11 +102,16 @@ class Listener:
         """Begin to listen. Raises StreamError."""
         patience = None if tls is None else self._limits.silence_ms_max / 1000
         try:
+            # Begun in two parts: asyncio's loop forgets the socket of a server whose making is cancelled once it listens.
             self._server = await asyncio.get_running_loop().create_server(
-                self._stranger, host, port, backlog=_STRANGERS_MAX, ssl=tls, ssl_handshake_timeout=patience
+                self._stranger, host, port, backlog=_STRANGERS_MAX, ssl=tls, ssl_handshake_timeout=patience, start_serving=False
             )
-        except OSError as error:
-            raise StreamError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            await self._server.start_serving()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, OSError):
+                raise StreamError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+            raise
 
     @property
     def port(self) -> int:

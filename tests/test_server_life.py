@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -35,6 +36,12 @@ def taken_port() -> Iterator[int]:
 
 def send_signal() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sockets() -> set[str]:
+    """Those that this process has."""
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return {found for link in links if os.path.lexists(link) and (found := os.readlink(link)).startswith("socket:")}
 
 
 async def status_of(client: aiohttp.ClientSession, path: str) -> int:
@@ -69,6 +76,26 @@ async def test_an_open_address_without_a_key_warns(host: str, key: str | None, w
         async with listening(Service(ServerConfig(host=host, port=0, api_key=key))):
             pass
     assert any(line["event"] == "server.exposed" for line in logs) == warned
+
+
+@pytest.mark.parametrize("rounds", range(12))
+async def test_a_server_that_is_cut_off_as_it_begins_to_listen_leaves_nothing(rounds: int) -> None:
+    """In whatever round it is cancelled: no socket stays that nobody knows of."""
+
+    async def listens() -> None:
+        async with listening(Service(CONFIG)):
+            await asyncio.Event().wait()
+
+    before = sockets()
+    starting = asyncio.create_task(listens())
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    for _ in range(9):  # uvloop closes some rounds after it was told to
+        await asyncio.sleep(0)
+    assert sockets() <= before
 
 
 async def test_it_listens_while_it_loads_and_then_serves() -> None:

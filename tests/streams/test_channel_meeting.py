@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import hmac
+import os
 import socket
 import warnings
 from pathlib import Path
@@ -244,4 +245,22 @@ async def test_who_comes_while_the_listener_closes_is_let_go(rounds: int) -> Non
             while comes.recv(1 << 10):  # raises BlockingIOError where the connection is still open
                 pass
     assert not trouble
+    assert not [str(warning.message) for warning in warned]
+
+
+@pytest.mark.parametrize("rounds", range(12))
+async def test_a_listener_whose_opening_is_cut_off_leaves_nothing(rounds: int) -> None:
+    """In whatever round it is cancelled: no socket stays that nobody knows of, and nothing is complained of."""
+    before = len(os.listdir("/proc/self/fd"))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        opening = asyncio.create_task(listen("127.0.0.1", 0, key=KEY, terms=terms(0)))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        opening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await opening).close()
+        await turns()
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
     assert not [str(warning.message) for warning in warned]
