@@ -22,9 +22,9 @@ from engine.api.openapi import encode_openapi
 from engine.commands import WhileReady
 from engine.commands.line import run_line
 from engine.commands.signals import Signals
-from engine.commands.terminal import complain, forget_output
+from engine.commands.terminal import complain, forget_output, leave_at_once
 from engine.config import ServerConfig
-from engine.errors import BadRequest, ForebayError
+from engine.errors import BadRequest, DeviceFailed, ForebayError
 from engine.generating import generating
 from engine.http import SERVICE, answer, check_model, name_answer, observe, parsed
 from engine.malformed import http_logger
@@ -201,6 +201,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run_line(sys.argv[1:] if words is None else words, os.environ, serve)
+    except DeviceFailed as error:
+        complain(str(error))
+        leave_at_once(error.exit_code)
     except ForebayError as error:
         complain(str(error))
         return error.exit_code

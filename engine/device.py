@@ -3,10 +3,27 @@
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import BadSetting
-from streams import Backend, CpuBackend, Observer
+from engine.errors import BadSetting, DeviceFailed
+from streams import Backend, CpuBackend, Event, Observer
 
-__all__ = ["device_of", "streams_of"]
+__all__ = ["device_failure", "device_of", "leave", "streams_of"]
+
+_SILENCE_S_MAX = 120.0  # no operation takes so long, the longest on a slow card some seconds
+_LEFT: list[object] = []
+
+
+def leave(*held: object) -> None:
+    """Keep what is on a device that failed until the process ends: to free it would be to ask the device, which may hang."""
+    _LEFT.extend(held)
+
+
+def device_failure(error: BaseException, lost: Event[None]) -> DeviceFailed | None:
+    """What an error is if the device is why: it failed (`lost`), or reported this one outside of its streams. None: it is not."""
+    if isinstance(error, Exception) and lost.done():
+        return DeviceFailed(str(lost.error()))
+    if isinstance(error, torch.AcceleratorError):
+        return DeviceFailed(f"the device reported an error: {str(error).splitlines()[0]}")
+    return None
 
 
 def device_of(config: EngineConfig) -> torch.device:
@@ -28,4 +45,4 @@ def streams_of(
     # Sums of a row must not depend on how a library splits them, nor be rounded to less than the dtype says.
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    return DeviceBackend(device, observer, timed=timed, elsewhere={} if peer is None else {".peer.": peer})
+    return DeviceBackend(device, observer, timed=timed, elsewhere={} if peer is None else {".peer.": peer}, silence_s_max=_SILENCE_S_MAX)

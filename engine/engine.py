@@ -3,7 +3,7 @@
 Holds the stage, the step loop's task and the sessions by id. Knows no HTTP.
 
 Invariants:
-1. Everything the engine starts ends inside `Engine.open`'s block.
+1. Everything the engine starts ends inside `Engine.open`'s block, but for what is on a device that failed: nothing of that is freed.
 2. `generate` never waits; errors that make a request impossible come at the first await of the generation.
 Source: design, sections 1 and 11.
 """
@@ -21,7 +21,7 @@ from engine.archive.identity import identity_of
 from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
-from engine.device import device_of, streams_of
+from engine.device import device_of, leave, streams_of
 from engine.errors import BadRequest, BadSetting, NeverFits, NotAdmitted
 from engine.generation import Generation
 from engine.grammar.compiled import Grammars
@@ -105,7 +105,7 @@ class Engine:
         Args: progress: called from a worker thread with (tensors read, tensors in all). backend: streams to use; default: the device's.
             weights: those of `model`, loaded before with the same settings; they stay the caller's. cluster: nodes that have the first
             layers of the model; this process has the last ones.
-        Raises: BadModel, BadSetting, NotAdmitted: one line each.
+        Raises: BadModel, BadSetting, NotAdmitted: one line each. DeviceFailed, which also cancels the block: the process has to end.
         """
         if not __debug__:
             raise BadSetting("python -O removes the checks that protect the rows; run without it")
@@ -118,9 +118,7 @@ class Engine:
         )  # fmt: skip
         held, peers = await asyncio.to_thread(parts_of, load, weights, peer)
         tape = None if backend is not None or not config.tape else tape_at(config.tape)
-        owned = None if backend is not None else streams_of(device, None if tape is None else tape.recorder, peer=peer)
-        streams = backend or owned
-        assert streams is not None
+        streams = backend or streams_of(device, None if tape is None else tape.recorder, peer=peer)
         context_max = min(config.context_max or held.config.context_max, held.config.context_max)
         head = None if cluster is None else await head_for(cluster, directory, held, streams)
         stage = await stage_for(held, config, streams, context_max, peers, head)
@@ -141,13 +139,15 @@ class Engine:
                 yield engine
         finally:
             engine.instruments.close()
-            if owned is not None:
-                await owned.close()
+            if streams.lost.done():
+                leave(engine, held, peers, streams)
+            elif backend is None:
+                await streams.close()
             if tape is not None:
                 tape.close()
             await engine.tokenizer.aclose()
             await engine.grammars.close()
-        if owned is None:
+        if backend is not None:
             await stage.idle()  # closed sessions hold their memory until their last operation is done
         close_stages(stage)
 
@@ -355,6 +355,8 @@ class Engine:
         self._abort_all()
         await self._loop.wait_idle()
         self.departures.close()
+        if self._stage.backend.lost.done():
+            return
         await self._archives.close()
         self._loop.stored.close()
         for session_id in list(self._sessions):

@@ -8,9 +8,9 @@ import reprlib
 from typing import Final, Literal, TypeAlias
 
 __all__ = [
-    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "ForebayError", "FormBroken", "NeverFits",
-    "NodeLost", "NotAdmitted", "PARTED", "QuotaExceeded", "RequestCancelled", "RequestTimedOut", "SessionBroken", "SessionBusy",
-    "StaleRevision", "TooLong", "UnknownRequest", "UnknownSession", "shown",
+    "ArchiveFailed", "ArchiveReason", "ArchiveRefused", "BadModel", "BadRequest", "BadSetting", "DeviceFailed", "ForebayError",
+    "FormBroken", "NeverFits", "NodeLost", "NotAdmitted", "PARTED", "QuotaExceeded", "RequestCancelled", "RequestTimedOut",
+    "SessionBroken", "SessionBusy", "StaleRevision", "TooLong", "UnknownRequest", "UnknownSession", "shown",
 ]  # fmt: skip
 
 ArchiveReason: TypeAlias = Literal["damaged", "truncated", "foreign", "newer", "missing", "format"]
@@ -163,6 +163,15 @@ class NodeLost(ForebayError):
     status = 503
     kind = "node_lost"
     retry_after_s = 2.0
+
+
+class DeviceFailed(ForebayError):
+    """The device reported an error, or ends nothing any more, and the process that has it must end. Sessions come back from archives."""
+
+    exit_code = 70
+    status = 503
+    kind = "device_failed"
+    retry_after_s = 10.0
 
 
 class SessionBroken(ForebayError):

@@ -20,7 +20,8 @@ from engine.config import EngineConfig
 from engine.decoding import Decoding
 from engine.departures import Departures
 from engine.depth import DraftDepth
-from engine.errors import ForebayError, NodeLost, NotAdmitted, SessionBroken
+from engine.device import device_failure
+from engine.errors import DeviceFailed, ForebayError, NodeLost, NotAdmitted, SessionBroken
 from engine.pressure import Pressure
 from engine.reads import Reads
 from engine.request import Request
@@ -105,6 +106,8 @@ class StepLoop:
 
     def check_open(self) -> None:
         """Raise NotAdmitted once no request is taken any more."""
+        if isinstance(self._dead, DeviceFailed):
+            raise self._dead
         if self._dead is not None:
             raise NotAdmitted(f"the engine has stopped: {self._dead}")
         if self.away:
@@ -118,7 +121,10 @@ class StepLoop:
         self._wake.set()
 
     def _named(self, error: ForebayError) -> ForebayError:
-        """What a request that cannot go on is told: while part of the model is away, that."""
+        """What a request that cannot go on is told: that the device failed, or while part of the model is away, that."""
+        lost = self.stage.backend.lost.error()
+        if lost is not None:
+            return DeviceFailed(str(lost))
         return NodeLost(f"{self.away}; this request ends, its session goes on when that is back") if self.away else error
 
     def wake(self) -> None:
@@ -157,12 +163,22 @@ class StepLoop:
             session.memory = None
 
     async def run(self) -> None:
-        """Until `close` was called and everything has ended. If it dies, every request ends with an error and the cause is raised."""
+        """Until `close` was called and everything has ended.
+
+        If it dies, every request ends with an error and the cause is raised: DeviceFailed once there is no device any more.
+        """
+        lost = self.stage.backend.lost
+        lost.on_done(lambda _: self.wake())
         try:
             while not (self._closing and self._nothing_left()):
                 await self._run_turn()
+                if lost.done():
+                    lost.result()
         except BaseException as error:
-            self._die(error)
+            failed = device_failure(error, lost)
+            self._die(failed or error)
+            if failed is not None:
+                raise failed from error
             raise
         finally:
             self.pressure.close()
@@ -331,5 +347,5 @@ class StepLoop:
 
 def _end_with(request: Request, error: BaseException) -> None:
     """End a request by what the loop dies of."""
-    request.fail(SessionBroken(f"the engine has stopped: {type(error).__name__}: {error}"))
+    request.fail(error if isinstance(error, DeviceFailed) else SessionBroken(f"the engine has stopped: {type(error).__name__}: {error}"))
     request.ended.set()

@@ -8,7 +8,8 @@ Invariants:
 2. Order between device streams is a device-side wait; the host waits for nothing. An event of another backend holds its stream's launches
    back until the loop sees it done.
 3. Work that raises while it is launched fails alone, in its stream's order; what comes `after` it never launches. A failure that the
-   device reports is the device's: every outstanding operation fails with `DeviceLost`, and nothing more is launched.
+   device reports is the device's, and so is a silence of `silence_s_max`: every outstanding operation fails with `DeviceLost`, nothing more
+   is launched, and `lost` happens. What those operations touch a device that hangs may touch still: end the process, free nothing.
 4. The poller runs only while something is outstanding, and `pace.py` says how: without rest while an end is near, never longer in one
    round of the loop than others there can bear. Measured on an H200: polling from the loop wakes after 19 us at the median, a driver
    callback after 79, a waiting thread after 90.
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import structlog
 import torch
 
 from streams.clock import RealClock
@@ -32,6 +34,7 @@ from streams.stream import Observer
 __all__ = ["DeviceBackend", "DeviceStream"]
 
 T = TypeVar("T")
+_log = structlog.get_logger("streams")
 
 
 class _DeviceOperation(Operation[T]):
@@ -89,7 +92,7 @@ class DeviceStream(QueuedStream):
     def _issue(self, operation: _DeviceOperation[Any]) -> None:
         """Put one operation on the device and record its marker behind it."""
         began = time.perf_counter_ns()
-        failure = self._device_backend.lost or _first_failure(operation)
+        failure = self._device_backend.lost.error() or _first_failure(operation)
         with self.stream, self._no_grad:
             for events in (operation.after, operation.waits):
                 for event in events:
@@ -103,9 +106,12 @@ class DeviceStream(QueuedStream):
                 except BaseException as error:  # the event carries whatever the work raised, an exit too, as on every backend
                     failure = error
             operation.outcome_error = failure
-            if self._device_backend.lost is None:
+            if not self._device_backend.lost.done():
                 operation.marker = torch.cuda.Event(enable_timing=self._device_backend.timed)
-                operation.marker.record(self.stream)
+                try:
+                    operation.marker.record(self.stream)
+                except RuntimeError as error:
+                    operation.outcome_error = self._device_backend.reported(operation, error)
         operation.issued = True
         self.outstanding.append(operation)
         self._device_backend.launch_ns += time.perf_counter_ns() - began
@@ -135,17 +141,18 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
 
     def __init__(
         self, device: torch.device | str = "cuda", observer: Observer | None = None, *, timed: bool = False,
-        elsewhere: Mapping[str, torch.device] | None = None,
+        elsewhere: Mapping[str, torch.device] | None = None, silence_s_max: float = 0.0,
     ) -> None:  # fmt: skip
         """Args: timed: markers keep the device's time, for an observer that compares them. elsewhere: other devices, by what the names of
-        their streams contain."""
+        their streams contain. silence_s_max: where something is outstanding and nothing ends for so long, the device is lost; 0: never."""
         super().__init__(RealClock(), observer)
         self.device = torch.device(device)
         self._elsewhere = dict(elsewhere or {})
         self.timed = timed
-        self.lost: DeviceLost | None = None
         self.launch_ns = 0  # the loop's time in launching work, so far
         self.asking_ns = 0  # the loop's time in asking in vain, so far, rounds that held nothing else included
+        self._silence_ns_max = round(silence_s_max * 1e9)
+        self._silent_ns = -1  # since when nothing has ended, as far as was asked; -1: something has
         self._polling = False
         self._changed = True  # something was launched or has ended since the pace was told
         self._resting: asyncio.TimerHandle | None = None
@@ -190,6 +197,9 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
             happened = slice_ns > 0 and self._spin(began + slice_ns)
             self.asking_ns += time.perf_counter_ns() - (self._pace.left_ns if slice_ns > 0 else began)
             found = happened and self._collect()
+            found = found or self._gave_up(began)
+        if found:
+            self._silent_ns = -1
         if self._polling or not any(stream.outstanding for stream in self._turn):
             return
         assert self.loop is not None
@@ -199,6 +209,20 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
             self.loop.call_soon(self._ask)
         else:
             self._resting = self.loop.call_later(rest_s, self._ask)
+
+    def _gave_up(self, now_ns: int) -> bool:
+        """Whether nothing has ended for so long that nothing will: then everything outstanding has failed by now.
+
+        Since the first question in vain, not since a launch: a loop that was held up says nothing of the device, which is asked before.
+        """
+        if self._silent_ns < 0:
+            self._silent_ns = now_ns
+        if not self._silence_ns_max or now_ns - self._silent_ns <= self._silence_ns_max:
+            return False
+        oldest = min((stream.outstanding[0] for stream in self._turn if stream.outstanding), key=lambda one: one.number)
+        seconds = self._silence_ns_max / 1e9
+        self._lose(DeviceLost(f"{self.device} has ended nothing for {seconds:g} s, the oldest being {oldest.label} on {oldest.stream}"))
+        return self._collect()
 
     def _expect(self) -> None:
         """Tell the pace what can end next. Not in a round that settles: those who wait come first."""
@@ -244,16 +268,30 @@ class DeviceBackend(QueuedBackend[DeviceStream]):
             return False
         if operation.happened:
             return True
-        if operation.marker is None or self.lost is not None:
-            operation.outcome_error = operation.outcome_error or self.lost
+        if operation.marker is None or self.lost.done():
+            operation.outcome_error = operation.outcome_error or self.lost.error()
             return True
         try:
             return bool(operation.marker.query())
         except RuntimeError as error:
-            self.lost = DeviceLost(f"{self.device} reported an error near {operation.label}: {str(error).splitlines()[0]}")
-            self.lost.__cause__ = error
-            operation.outcome_error = operation.outcome_error or self.lost
+            operation.outcome_error = operation.outcome_error or self.reported(operation, error)
             return True
+
+    def reported(self, operation: _DeviceOperation[Any], error: RuntimeError) -> BaseException | None:
+        """The device reported an error when it was asked about an operation; returns what everything fails with."""
+        lost = DeviceLost(f"{self.device} reported an error near {operation.label}: {str(error).splitlines()[0]}")
+        lost.__cause__ = error
+        self._lose(lost)
+        return self.lost.error()
+
+    def _lose(self, lost: DeviceLost) -> None:
+        """The device has failed; the first failure is the one that is told."""
+        if self.lost.done():
+            return
+        _log.error("device.lost", reason=str(lost))
+        raised = self.lost.settle(None, lost)
+        if raised is not None:
+            self.report(raised)
 
 
 def _blocker(operation: _DeviceOperation[Any]) -> Event[Any] | None:

@@ -182,6 +182,7 @@ class QueuedBackend(ABC, Generic[S]):
         self._closed = False
         self._failures: deque[Event[Any]] = deque(maxlen=_FAILURES_MAX)
         self._bug: BaseException | None = None
+        self.lost: Event[None] = Event("device")
 
     @abstractmethod
     def open_stream(self, name: str, queue_max: int) -> S:

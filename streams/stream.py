@@ -106,6 +106,7 @@ class Backend(Protocol):
     """Makes streams, all driven by one loop."""
 
     observer: "Observer | None"  # told of all its streams' events; `observed` adds one for a while
+    lost: Event[None]  # fails with DeviceLost when the device does: nothing on it will complete any more. Otherwise it never happens
 
     @property
     def clock(self) -> Clock:

@@ -6,8 +6,9 @@
 import os
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
-__all__ = ["complain", "forget_output"]
+__all__ = ["complain", "forget_output", "leave_at_once"]
 
 _UNREAD = (OSError, ValueError)  # the reader of a pipe has left; the stream was closed
 
@@ -16,6 +17,14 @@ def complain(message: str) -> None:
     """Say in one line on standard error why the command ends."""
     with suppress(*_UNREAD):
         print(f"forebay: {message}", file=sys.stderr)
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End the process here and now: what an interpreter takes down at its end would ask a device that hangs, and wait for it."""
+    for output in (sys.stdout, sys.stderr):
+        with suppress(*_UNREAD):
+            output.flush()
+    os._exit(exit_code)
 
 
 def forget_output() -> None:

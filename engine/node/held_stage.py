@@ -12,7 +12,7 @@ import torch
 
 from engine.append_cost import LayerSizes
 from engine.config import HOT_ROWS, EngineConfig
-from engine.device import device_of, streams_of
+from engine.device import device_of, leave, streams_of
 from engine.follower import LocalFollower
 from engine.model.glm import load_model
 from engine.model.marks import marks_of
@@ -23,7 +23,7 @@ from engine.node.passage import Form, Passage
 from engine.peer_opening import check_peer
 from engine.protocol import Progress
 from engine.stage import open_stage
-from streams import ChannelLimits, Stream
+from streams import ChannelLimits, Event, Stream
 
 __all__ = ["HeldStage", "NodeSetup", "held_stage"]
 
@@ -52,6 +52,7 @@ class HeldStage:
     device: torch.device
     config: EngineConfig
     marks: dict[str, str]
+    lost: Event[None]  # fails when the device does
 
     def facts(self) -> calls.Facts:
         """What the head has to know. Reads a sample of the weights: call it beside the loop."""
@@ -89,8 +90,11 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
         yield HeldStage(
             follower=LocalFollower(stage), form=form(picks),
             arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
-            copies=copies, device=device, config=config, marks=marks,
+            copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
         )  # fmt: skip
     finally:
-        await backend.close()
-        stage.close()
+        if backend.lost.done():
+            leave(stage, weights, peers, backend)
+        else:
+            await backend.close()
+            stage.close()

@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 
-from engine.errors import NotAdmitted
+from engine.errors import DeviceFailed, NotAdmitted
 from engine.model.config import ModelConfig
 from engine.node import calls
 from engine.node.address import Address
@@ -67,7 +67,10 @@ class Node:
         return self._stage.result() if self._stage.done() and not self._stage.exception() else None
 
     async def run(self, address: Address, told: Callable[[int], None], progress: Progress | None = None) -> None:
-        """Until cancelled. Args: told: called with the port it listens on. Raises BadModel, NotAdmitted; StreamError: the address."""
+        """Until cancelled. Args: told: called with the port it listens on.
+
+        Raises: BadModel, NotAdmitted; StreamError: the address; DeviceFailed: nothing goes on in this process.
+        """
         setup = self._setup
         listener = await listen(
             address.host, address.port, key=setup.key, terms=self._terms, others=(DOCTOR_TERMS,), limits=setup.limits
@@ -93,7 +96,8 @@ class Node:
             async with held_stage(self._setup, progress) as stage:
                 self._stage.set_result(stage)
                 _log.info("node.ready", stage=self._setup.stage, layers=str(self._setup.stages[self._setup.stage]))
-                await asyncio.Event().wait()
+                await stage.lost.wait_done()
+                raise DeviceFailed(str(stage.lost.error()))
         except BaseException as error:
             if not self._stage.done():
                 self._stage.set_exception(error)

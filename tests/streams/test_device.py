@@ -62,5 +62,17 @@ async def test_work_that_raises_at_launch_fails_alone() -> None:
     later = stream.submit(lambda: 7, label="later")
     assert await later == 7
     assert isinstance(failed.error(), DeviceLost)
-    assert backend.lost is None
+    assert not backend.lost.done()
     await backend.close()
+
+
+async def test_a_card_that_ends_nothing_is_lost_and_one_that_is_slow_is_not() -> None:
+    """A kernel of about a second is beyond 0.2 s of silence, and within 20."""
+    for silence_s_max, is_lost in ((20.0, False), (0.2, True)):
+        backend = DeviceBackend("cuda", silence_s_max=silence_s_max)
+        slow = backend.stream("one").submit(lambda: torch.cuda._sleep(2_000_000_000), label="slow")
+        await slow.wait_done()
+        assert backend.lost.done() is is_lost
+        assert isinstance(slow.error(), DeviceLost) is is_lost
+        torch.cuda.synchronize()
+        await backend.close()

@@ -99,6 +99,63 @@ async def test_a_lost_device_fails_everything_outstanding() -> None:
     await backend.close()
 
 
+async def test_a_device_that_reports_at_a_launch_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that comes when a marker is recorded is as good as one that comes when it is asked; nobody's callback undoes it."""
+    backend, told = DeviceBackend("cuda"), list[str]()
+    backend.lost.on_done(lambda event: told.append(str(event.error())))
+
+    def record(marker: _Marker, stream: _Stream) -> None:
+        raise RuntimeError("unspecified launch failure\nmore lines")
+
+    first = backend.stream("one").submit(lambda: 1, label="first")
+    monkeypatch.setattr(_Marker, "record", record)
+    second, third = (backend.stream(name).submit(lambda: 2, label=name) for name in ("two", "three"))
+    for event in (first, second, third):
+        await event.wait_done()
+    assert [str(event.error()) for event in (second, third)] == ["cuda reported an error near two: unspecified launch failure"] * 2
+    assert isinstance(first.error(), DeviceLost)
+    assert told == [str(second.error())]
+    await backend.close()
+
+
+async def test_a_device_that_ends_nothing_is_lost_after_its_time() -> None:
+    """With work outstanding of which nothing ends for so long, everything fails, what waits on another stream too; not before."""
+    backend = DeviceBackend("cuda", silence_s_max=0.05)
+    began = time.perf_counter()
+    one = backend.stream("one").submit(lambda: 1, label="stuck")
+    _endless(one)
+    two = backend.stream("two").submit(lambda: 2, label="behind", after=[one])
+    three = backend.stream("three").submit(lambda: 3, label="beside")
+    await two.wait_done()
+    assert time.perf_counter() - began >= 0.05
+    assert str(backend.lost.error()) == "cuda has ended nothing for 0.05 s, the oldest being stuck on one"
+    assert one.error() is backend.lost.error()
+    assert isinstance(two.error(), DeviceLost)
+    assert three.result() == 3
+    await backend.close()
+
+
+async def test_a_device_that_ends_something_is_not_lost() -> None:
+    """However long one operation takes, as long as others end; nor does a loop that was held up count against the device."""
+    backend = DeviceBackend("cuda", silence_s_max=0.05)
+    slow = backend.stream("one").submit(lambda: 1, label="slow")
+    marker, began = _endless(slow), time.perf_counter()
+    while time.perf_counter() - began < 0.15:
+        await backend.stream("two").submit(lambda: 2, label="quick")
+    marker.questions = 0
+    assert await slow == 1
+    held_up = backend.stream("one").submit(lambda: 1, label="held up")
+    marker = _endless(held_up)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    marker.questions, began = 0, time.perf_counter()
+    while time.perf_counter() - began < 0.1:  # the loop does something else, a compilation for one
+        pass
+    assert await held_up == 1
+    assert not backend.lost.done()
+    await backend.close()
+
+
 async def test_the_poller_rests_when_nothing_is_outstanding() -> None:
     """Once everything is settled the backend asks nothing more."""
     backend = DeviceBackend("cuda")

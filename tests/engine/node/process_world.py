@@ -67,6 +67,10 @@ class NodeProcess:
         self._process.kill()
         self._process.wait()
 
+    def ended(self) -> int:
+        """Wait for the process to end by itself; returns its exit code."""
+        return self._process.wait(30)
+
     def restart(self) -> None:
         """SIGKILL, and a new process at the same address."""
         self.kill()

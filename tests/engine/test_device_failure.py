@@ -1,0 +1,245 @@
+"""A device that fails: everything that runs hears of it, nothing new begins, the process ends with 70, and sessions come from archives."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+import memory.arena
+from engine.config import ServerConfig
+from engine.engine import Engine
+from engine.errors import DeviceFailed
+from engine.generation import Generation
+from server import serve
+from tests.engine.losing import REPORTED, LosingBackend
+from tests.engine.model.parity import make_checkpoint
+from tests.engine.node.process_world import ROOT, NodeProcess, again, expected, head_of, lost, until
+from tests.engine.node.test_cluster import NAME, TOP_K, found, ids, tokens
+from tests.engine.runs import greedy, small
+
+TURNS = (ids(150, 1), 12), (ids(3, 2), 12)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), NAME)
+
+
+async def ends_with(generation: Generation) -> BaseException | None:
+    """What it ends with."""
+    try:
+        async for _ in generation:
+            pass
+    except Exception as error:
+        return error
+    return None
+
+
+async def fail_in(engine: Engine, backend: LosingBackend) -> None:
+    """The device fails, and the engine's block is where it was."""
+    assert engine.stage.backend is backend
+    backend.fail()
+    async with asyncio.timeout(10):
+        await asyncio.Event().wait()
+
+
+async def test_all_that_runs_waits_or_comes_hears_of_it(checkpoint: Path) -> None:
+    """A generation, one that reads its prompt, one in the line and a new one: all end with DeviceFailed, and so does the engine's block."""
+    backend = LosingBackend()
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K, decode_batch_limit=1), backend=backend) as engine:
+            session = await engine.create_session()
+            decodes = engine.generate(ids(90, 1), greedy(2000), session=session)
+            await anext(decodes)
+            others = [
+                engine.generate(ids(2000, 2), greedy(5)),
+                engine.generate(ids(9, 3), greedy(5)),
+                engine.generate(ids(9, 4), greedy(5), session=session),
+            ]
+            ends = [asyncio.ensure_future(ends_with(each)) for each in (decodes, *others)]
+            await asyncio.sleep(0)
+            try:
+                await fail_in(engine, backend)
+            finally:
+                errors = await asyncio.gather(*ends)
+                errors.append(await ends_with(engine.generate(ids(9, 5), greedy(5))))
+                assert [(type(error), str(error)) for error in errors] == [(DeviceFailed, REPORTED)] * 5
+                assert not engine.ready
+
+    with pytest.raises(DeviceFailed, match="ECC"):
+        await live()
+
+
+async def rest(checkpoint: Path, backend: LosingBackend) -> None:
+    """An engine that has said something, and does nothing when its device fails."""
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+        assert await tokens(engine, await engine.create_session(), *TURNS[0])
+        await engine.stage.idle()
+        await fail_in(engine, backend)
+
+
+async def test_an_engine_at_rest_ends_too(checkpoint: Path) -> None:
+    """Nothing runs and nobody asks: the block ends all the same, as soon as the device is known to have failed."""
+    with pytest.raises(DeviceFailed, match="ECC"):
+        await rest(checkpoint, LosingBackend())
+
+
+@pytest.mark.parametrize(
+    ("raised", "comes"), [(torch.AcceleratorError("an illegal memory access\nmore"), DeviceFailed), (KeyError("x"), KeyError)]
+)
+async def test_an_error_outside_of_streams(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception, comes: type[Exception]
+) -> None:  # fmt: skip
+    """What torch reports where no operation is asked after ends the same way; any other error of the loop stays what it is."""
+
+    async def turn() -> None:
+        raise raised
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K)) as engine:
+            monkeypatch.setattr(engine._loop, "_run_turn", turn)
+            engine._loop.wake()
+            async with asyncio.timeout(10):
+                await asyncio.Event().wait()
+
+    with pytest.raises(comes) as caught:
+        await live()
+    assert comes is KeyError or str(caught.value) == "the device reported an error: an illegal memory access"
+
+
+async def test_nothing_of_it_is_freed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device that hangs may still touch is neither given back nor asked about: no arena closes."""
+    closed: list[object] = []
+    monkeypatch.setattr(memory.arena.Arena, "close", lambda arena: closed.append(arena))
+    with pytest.raises(DeviceFailed):
+        await rest(checkpoint, LosingBackend())
+    assert not closed
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K)):
+        pass
+    assert closed, "an engine whose device works closes its arena"
+
+
+def _body(**more: Any) -> dict[str, Any]:
+    return {"prompt": ids(90, 1), "max_tokens": 2000, "temperature": 0, "ignore_eos": True, **more}
+
+
+async def test_a_server_tells_its_clients_and_ends(checkpoint: Path) -> None:
+    """A stream ends with an error chunk, a whole answer is 503 with Retry-After, and `serve` raises what its command ends with 70 of."""
+    backend, seen = LosingBackend(), dict[str, Any]()
+
+    async def visit(address: str, _: object) -> None:
+        async def whole() -> None:
+            async with client.post("/v1/completions", json=_body()) as response:
+                seen["whole"] = response.status, response.headers["Retry-After"], (await response.json())["error"]["type"]
+
+        async def streamed() -> None:
+            async with client.post("/v1/completions", json=_body(stream=True)) as response:
+                lines = [line async for line in response.content if line.startswith(b"data: ")]
+                seen["stream"] = response.status, len(lines) > 3, json.loads(lines[-1 if b"error" in lines[-1] else -2][6:])["error"]
+
+        async with aiohttp.ClientSession(address) as client:
+            asked = [asyncio.ensure_future(one()) for one in (whole, streamed)]
+            await until(lambda: backend.statistics().completed > 2_000, "both decode")
+            backend.fail()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.gather(*asked)
+
+    with pytest.raises(DeviceFailed) as caught:
+        await serve(lambda: Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend), ServerConfig(port=0), visit)
+    assert caught.value.exit_code == 70
+    assert seen["whole"] == (503, "10", "device_failed")
+    assert seen["stream"][:2] == (200, True)
+    assert (seen["stream"][2]["type"], seen["stream"][2]["message"]) == ("device_failed", REPORTED)
+
+
+@asynccontextmanager
+async def served(checkpoint: Path, sessions: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, aiohttp.ClientSession]]:
+    """The command as a process, once it is ready."""
+    words = ["serve", checkpoint, "--device", "cpu", "--port", "0", "--host-memory", "64MiB", "--hot-rows", TOP_K, "--row-format", "f32"]
+    command = [sys.executable, ROOT / "tests/engine/losing.py", *words, "--sessions-dir", sessions, "--log-format", "json"]
+    process = await asyncio.create_subprocess_exec(*map(str, command), cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        line = {"event": ""}
+        while line["event"] != "server.opened":
+            line = json.loads(await process.stderr.readline())
+        async with aiohttp.ClientSession(line["address"]) as client:
+            yield process, client
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.mark.slow
+async def test_the_command_ends_with_70_and_its_sessions_come_back(checkpoint: Path, tmp_path: Path) -> None:
+    """One line says why; a session that had an archive goes on in the next process as if nothing had been said since."""
+    whole = await expected(checkpoint, *TURNS)
+
+    async def turn(client: aiohttp.ClientSession, session: str, number: int) -> list[int]:
+        prompt, count = TURNS[number]
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        async with client.post("/v1/completions", json={**body, "session": {"id": session}}) as response:
+            assert response.status == 200, await response.text()
+            said: list[int] = (await response.json())["choices"][0]["token_ids"]
+            return said
+
+    async with served(checkpoint, tmp_path) as (process, client):
+        async with client.post("/v1/sessions") as response:
+            session = (await response.json())["id"]
+        assert await turn(client, session, 0) == whole[:12]
+        async with client.post(f"/v1/sessions/{session}/export") as response:
+            assert response.status == 200
+        cut_off = asyncio.ensure_future(turn(client, session, 1))
+        os.kill(process.pid, signal.SIGUSR1)
+        _, said = await process.communicate()
+        assert process.returncode == 70
+        *lines, last = said.decode().splitlines()
+        assert last == f"forebay: {REPORTED}"
+        assert {json.loads(line)["event"] for line in lines} <= {"request.finished", "session.exported"}
+        await asyncio.wait([cut_off])
+        cut_off.exception()
+    async with served(checkpoint, tmp_path) as (_, client):
+        assert await turn(client, session, 1) == whole[12:]
+
+
+@pytest.mark.slow
+async def test_a_node_whose_device_fails_ends_and_is_taken_back(checkpoint: Path, tmp_path: Path) -> None:
+    """The head hears at once, the process ends with 70; started again it has its part of the sessions back from their archives."""
+    key = tmp_path / "key"
+    key.write_text("a key for these tests alone")
+    whole = await expected(checkpoint)
+    before = (sys.executable, str(ROOT / "tests/engine/losing.py"))
+    node = NodeProcess(checkpoint, key, "127.0.0.1", before)
+    try:
+        async with head_of(checkpoint, key, node) as engine:
+            engine.departures.archive_with(
+                lambda name: engine.export_session(name, tmp_path / name), "", lambda name: found(tmp_path / name)
+            )
+            session = await engine.create_session()
+            assert await tokens(engine, session, *TURNS[0]) == whole[:12]
+            await engine.export_session(session, tmp_path / session)
+            cut_off = engine.generate(ids(40, 7), greedy(2000))
+            await anext(cut_off)
+            os.kill(node.pid, signal.SIGUSR1)
+            assert await lost(cut_off) < 2.0
+            assert await asyncio.to_thread(node.ended) == 70
+            node.start()
+            async with asyncio.timeout(60):
+                await again(engine)
+            assert await tokens(engine, session, *TURNS[1]) == whole[12:]
+    finally:
+        node.kill()
