@@ -181,17 +181,23 @@ async def serve(
         retention=service.retention,
     )  # fmt: skip
     with shelves as service.shelves, signals.caught():
-        async with listening(service) as address, AsyncExitStack() as stack:
-            async with signals.until_signal():
-                engine = await stack.enter_async_context(open_engine())
-                service.opened(engine)
-                async with service.tended():
-                    await (while_ready(address, engine) if while_ready is not None else asyncio.Event().wait())
-            async with signals.until_signal():
-                await service.drain()
-            await service.cut()
-            async with signals.until_signal():
-                await service.keep()
+        async with listening(service) as address:
+            try:
+                async with AsyncExitStack() as stack:
+                    async with signals.until_signal():
+                        engine = await stack.enter_async_context(open_engine())
+                        service.opened(engine)
+                        async with service.tended():
+                            await (while_ready(address, engine) if while_ready is not None else asyncio.Event().wait())
+                    async with signals.until_signal():
+                        await service.drain()
+                    await service.cut()
+                    async with signals.until_signal():
+                        await service.keep()
+            except DeviceFailed:
+                async with signals.until_signal():
+                    await service.keep()
+                raise
 
 
 def main(words: Sequence[str] | None = None) -> int:

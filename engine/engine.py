@@ -124,14 +124,14 @@ class Engine:
         stage = await stage_for(held, config, streams, context_max, peers, head)
         engine = cls(
             config, stage, name=name_of(directory), tokenizer=Tokenizer.load(directory),
-            template=ChatTemplate.load(directory), context_max=context_max,
-            sampling=default_sampling(directory),
+            template=ChatTemplate.load(directory), context_max=context_max, sampling=default_sampling(directory),
         )  # fmt: skip
         try:
             async with nullcontext() if head is None else engine.recovery.met(head), engine.running():
                 if backend is None and device.type != "cpu":
                     sessions = min(config.decode_batch_limit, max(1, context_max // 2 // _WARM_TOKENS))
                     await warm_up(engine, stage, sessions=sessions, rows=stage.tokens_fit(context_max))
+                    await engine._archives.known()
                     engine._loop.stored.close()  # nobody will ask for what warmed it
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()
@@ -240,14 +240,14 @@ class Engine:
 
     async def export_session(self, session_id: SessionId, directory: str | Path, progress: TransferProgress | None = None) -> Exported:
         """Write a session that is between two turns to a directory of its own, or to the one it was written to before: then what is new.
+        Where the device failed what RAM has of it is written, also behind the end of `open`'s block.
 
         Args: progress: called on the loop with (bytes done, bytes in all). Cancel: the archive is what it was.
         Raises: UnknownSession, SessionBusy, NodeLost; SessionBroken: its barrier failed; ArchiveFailed: the disk, and the session lives on;
         BadRequest, ArchiveRefused, NotAdmitted: the directory has no name, or is somebody else's; BadRequest also: it broke before.
         """
         session, place = self._held.find(session_id), place_of(directory)
-        await self._held.settle(session)
-        self._held.check(session, None)
+        await self._held.between_turns(session)
         with self.departures.moving():
             return await self._archives.export(session, place, progress)
 
@@ -271,7 +271,7 @@ class Engine:
                 full = isinstance(error.__cause__, DoesNotFit) or len(self._sessions) >= self.config.sessions_max
                 if isinstance(error, NeverFits) or not full or not await self._made_room(error):
                     raise
-        self._held.used(taken)
+        taken.used()
         self._loop.stored.note(taken)
         return taken.id
 
@@ -392,7 +392,7 @@ class Engine:
         if sampling.form is not None and grammar is not None:
             request.form = self.grammars.follower(grammar, sampling.form, request.ends, request.prompt)
         self._loop.enqueue(request)
-        self._held.used(session)
+        session.used()
         return request
 
     def _continues(self, session: Session) -> bool:

@@ -141,9 +141,12 @@ class StepLoop:
         await self._idle.wait()
 
     def release(self, request: Request) -> None:
-        """Close the memory of a request's session if it is temporary and not stored, broken, or closed by one who may have given up."""
+        """Close the memory of a request's session if it is temporary and not stored, broken, or closed by one who may have given up.
+
+        Not where the device failed: nothing is freed then, and archives are made of what is there.
+        """
         session = request.session
-        if not (self._closing or session.closing) and self.stored.keep(session):
+        if self.stage.backend.lost.done() or (not (self._closing or session.closing) and self.stored.keep(session)):
             return
         last = session.phase is not Phase.EXPORTING and self.of(session) in ([], [request])
         if (session.temporary or (session.closing and last) or session.phase is Phase.BROKEN) and session.phase is not Phase.CLOSED:
@@ -192,6 +195,8 @@ class StepLoop:
 
     def _die(self, error: BaseException) -> None:
         self._dead = error
+        for request in self.appending:  # what a prompt brought that was not read to its end is not in its session
+            request.session.cut(request.prompt_tokens - len(request.appended))
         for request in self.requests:
             _end_with(request, error)
         for line in (self.waiting, self.appending, self.decoding):

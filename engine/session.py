@@ -12,6 +12,7 @@ Source: design, section 11.
 
 from array import array
 from enum import Enum
+from time import time  # bound here: a virtual run forbids asking, and nothing depends on what it says
 from typing import Final
 
 from engine.errors import BadRequest
@@ -94,6 +95,10 @@ class Session:
         if self.closing or self._phase in (Phase.BROKEN, Phase.CLOSED):
             state = "closed" if self.closing else self._phase.value
             raise BadRequest(f"session {self.id} is {state}; create another", field="session")
+
+    def used(self) -> None:
+        """Its last turn's beginning, or its own, is now."""
+        self.used_at = time()
 
     def cut(self, tokens: int) -> None:
         """Keep the first `tokens` tokens, in a list of their own: a request that had more of them in its prompt has the old one still."""

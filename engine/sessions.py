@@ -11,7 +11,6 @@ Source: design, section 11.
 
 import secrets
 from collections.abc import Callable
-from time import time  # bound here: a virtual run forbids asking, and nothing depends on what it says
 from typing import TypeVar
 
 from engine.errors import BadRequest, NodeLost, NotAdmitted, SessionBusy, StaleRevision, UnknownSession
@@ -53,7 +52,7 @@ class Sessions:
         if len(self.by_id) >= self._sessions_max:
             raise NotAdmitted(f"{len(self.by_id)} sessions are held, the most allowed; close one", retry_after_s=5.0)
         session = Session(SessionId(secrets.token_hex(8)), temporary=False, namespace=namespace)
-        session.used_at = time()
+        session.used()
         self.by_id[session.id] = session
         return session
 
@@ -110,7 +109,7 @@ class Sessions:
         if count < len(session.tokens):
             session.revision += 1
         session.cut(count)
-        session.used_at = time()
+        session.used()
         self._loop.stored.note(session)
         return session
 
@@ -151,14 +150,16 @@ class Sessions:
         if self.running(session):
             raise StaleRevision(f"session {session.id} has a turn running behind revision {revision}", session.revision)
 
+    async def between_turns(self, session: Session) -> None:
+        """As `settle`, then as `check` of any revision. Where the device failed there is neither a turn nor anybody who goes on."""
+        if not self._loop.stage.backend.lost.done():
+            await self.settle(session)
+            self.check(session, None)
+
     async def settle(self, session: Session) -> None:
         """Wait for turns whose last token was handed out already: the session is theirs for a moment more."""
         while ending := [request for request in self.running(session) if request.finished]:
             await ending[0].ended.wait()
-
-    def used(self, session: Session) -> None:
-        """A turn begins."""
-        session.used_at = time()
 
     def views(self) -> dict[SessionId, SessionView]:
         """All that are held, in order of their making."""

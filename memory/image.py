@@ -4,7 +4,8 @@ Holds `read_out`, which makes RAM hold everything and says what is not in the bl
 Knows no files: whoever has the bytes puts them where `Loading.target` says, on any thread.
 
 Invariants:
-1. Nothing is read out but behind the barrier; what `read_out` said holds until something is submitted for the session.
+1. Nothing is read out but behind the barrier, unless the device failed; what `read_out` said holds until something is submitted for
+   the session.
 2. A session being loaded has no rows for anybody until `finish` returned: its counts and its state say 0 before.
 3. Restored rows are where a session of the placement has them: whole blocks in RAM and the partial tail in the ring (offload), or all in
    device blocks (resident). Keys are in the pages in both.
@@ -26,7 +27,7 @@ from memory.session import SessionMemory
 from memory.staging import behind_fills, landing, pinned
 from streams import Event, Stream
 
-__all__ = ["Image", "Loading", "read_out"]
+__all__ = ["Image", "Loading", "left_in_ram", "read_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,16 @@ async def read_out(session: SessionMemory, copyback: Copyback) -> Image:
     session.operations.hold(event)
     await event
     return Image(rows, hidden, session.counts.hidden_from)
+
+
+def left_in_ram(session: SessionMemory) -> Image:
+    """What RAM has of a session whose device failed: the blocks whose copies had completed, as far as they are whole.
+
+    A block is whole once and for all: what was being copied when the device failed is no part of it. Hidden states are gone.
+    """
+    parts = (session,) if session.peered is None else (session.peered.owner, session.peered.peer)
+    rows = min(part.counts.mirrored for part in parts) // BLOCK_ROWS * BLOCK_ROWS
+    return Image(rows, torch.zeros_like(session.hidden, device="cpu"), rows)
 
 
 class Loading:

@@ -1,19 +1,22 @@
 """A session's blocks on all stages, going out behind their barriers or coming in: what one stage has is a list of one. Knows no files.
 
 Invariants:
-1. Every stage has passed its barrier, with the same rows, before a block is read; a barrier that fails on one ends the export.
+1. Every stage has passed its barrier, with the same rows, before a block is read; a barrier that fails on one ends the export. Where the
+   device of this process failed, there is none: what RAM has goes.
 2. A session that comes in has its rows on a stage only when the stages before have theirs; until the last, nobody knows it.
 """
 
 from collections.abc import AsyncGenerator
 
+import torch
 from torch import Tensor
 
 from engine.archive.parts import Block, Bytes
 from engine.joint import id_of
 from engine.stage import Stage
+from kernels.layout import BLOCK_ROWS
 from memory.errors import BarrierFailed
-from memory.image import Image, Loading, read_out
+from memory.image import Image, Loading, left_in_ram, read_out
 from memory.session import SessionMemory
 
 __all__ = ["Places"]
@@ -27,8 +30,15 @@ class Places:
         self._others = [one.image(id_of(memory)) for one in stage.before]
         self._loading: Loading | None = None
 
-    async def read_out(self) -> Image:
-        """Pass the barriers of all stages. Raises BarrierFailed, ArenaFull."""
+    async def read_out(self, rows_max: int) -> Image:
+        """Pass the barriers of all stages, or if the device failed say what RAM has, of whole blocks up to `rows_max` rows.
+
+        Raises: BarrierFailed, ArenaFull.
+        """
+        if self._stage.backend.lost.done():
+            left = [left_in_ram(self._memory).rows, *[await other.read_out() for other in self._others]]
+            rows = min(rows_max, *left) // BLOCK_ROWS * BLOCK_ROWS
+            return Image(rows, torch.zeros_like(self._memory.hidden, device="cpu"), rows)
         image = await read_out(self._memory, self._stage.copyback)
         for number, other in enumerate(self._others):
             rows = await other.read_out()

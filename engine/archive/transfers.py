@@ -29,7 +29,7 @@ from engine.archive.parts import Block
 from engine.archive.places import Places
 from engine.archive.reader import Reader
 from engine.archive.writer import SEGMENT_BYTES, Writer
-from engine.errors import ForebayError, NodeLost, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
+from engine.errors import ArchiveFailed, ForebayError, NodeLost, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
 from engine.protocol import SessionId
 from engine.session import Phase, Session
 from engine.stage import Stage
@@ -86,7 +86,8 @@ class Archives:
         self._arriving: list[_Arrival] = []
         self._closing = False
 
-    async def _known(self) -> Identity:
+    async def known(self) -> Identity:
+        """The stage's identity, made at the first call: while the device works, for it is asked."""
         if self._identity is None:
             self._identity = await beside(self._identify)
         return self._identity
@@ -98,16 +99,21 @@ class Archives:
 
     async def export(self, session: Session, path: Path, progress: TransferProgress | None) -> Exported:
         """See Engine.export_session."""
-        session.check_open()
-        if not session.idle or session in self._exports:
+        lost = self._stage.backend.lost.done()
+        if session.closing or session.phase is Phase.CLOSED or not lost:
+            session.check_open()
+        if session in self._exports or not (session.idle or lost):
             raise SessionBusy(f"session {session.id} is {session.phase.value}; export it between its turns", field="session")
         started, ended = time.monotonic(), asyncio.Event()
         self._exports[session] = ended
-        if session.memory is not None:
+        cut_off = session.phase in (Phase.APPENDING, Phase.DECODING, Phase.BROKEN)  # by the device
+        if session.memory is not None and not lost:
             session.move(Phase.EXPORTING)
-        write = partial(self._write, session, session.memory, tuple(session.tokens), session.revision)
+        write = partial(self._write, session, session.memory, tuple(session.tokens), session.revision + cut_off)
         try:
-            identity = await self._known()
+            if lost and (self._identity is None or session.memory is None):
+                raise ArchiveFailed(f"nothing of session {session.id} is there to be archived; what was archived before is as it was")
+            identity = await self.known()
             async with held(partial(Writer, path, identity, session.id)) as writer:
                 manifest = await write(identity, writer, progress)
         except BarrierFailed as error:
@@ -137,9 +143,13 @@ class Archives:
         progress: TransferProgress | None,
     ) -> Manifest:  # fmt: skip
         image = Image(0, torch.zeros((HIDDEN_ROWS, identity.hidden_width)), 0)
+        if writer.there is not None and self._stage.backend.lost.done():  # it has the rows behind the last whole block too
+            there = writer.there
+            if (there.revision, there.tokens) == (revision, tokens):
+                return there
         if memory is not None:
             places = Places(self._stage, memory)
-            image = await places.read_out()
+            image = await places.read_out(len(tokens))
             await self._write_rows(session, places, writer, image.rows, progress)
         kept = identity.keeps_hidden and image.rows
         manifest = Manifest(
@@ -213,7 +223,7 @@ class Archives:
         self._arriving.append(arrival)
         session: Session | None = None
         try:
-            async with held(partial(Reader, path, await self._known())) as reader:
+            async with held(partial(Reader, path, await self.known())) as reader:
                 session = await self._enter(arrival, namespace, reader, progress)
         except BaseException:
             if session is not None and session.memory is not None:
@@ -233,7 +243,7 @@ class Archives:
 
     async def _enter(self, arrival: "_Arrival", namespace: str, reader: Reader, progress: TransferProgress | None) -> Session:
         """A session, whole, that nobody knows yet."""
-        manifest, identity = reader.manifest, await self._known()
+        manifest, identity = reader.manifest, await self.known()
         arrival.id = self._free_id(SessionId(manifest.session))
         session = Session(arrival.id, temporary=False, namespace=namespace)
         session.move(Phase.ARCHIVED)
@@ -267,7 +277,7 @@ class Archives:
 
         Raises: ArchiveRefused, ArchiveFailed, NotAdmitted: the session is as before.
         """
-        async with held(partial(Reader, path, await self._known())) as reader:
+        async with held(partial(Reader, path, await self.known())) as reader:
             rows = reader.manifest.rows
             if not rows or rows > len(session.tokens) or session.tokens[:rows] != array("i", reader.manifest.tokens[:rows]):
                 return 0

@@ -65,6 +65,7 @@ class Writer:
         self._directory = Directory(path, writes=True)
         self._held: tuple[Segment, ...] = ()  # segments of the archive that is there which may be counted again
         self._named: set[str] | None = set()  # files that its manifest names; None: it cannot be read, so nobody knows
+        self.there: Manifest | None = None  # of the archive that is there, if its rows may be counted again
         self._open: list[_Open] = []
         self._new: list[Segment] = []
         self._writing = threading.Lock()
@@ -95,7 +96,8 @@ class Writer:
             raise ArchiveRefused("foreign", directory.where, f"it holds session {there.session}; choose another directory for {session}")
         if there is not None:
             self._named = {segment.name for segment in there.segments}
-            self._held = there.segments if self._usable(there) else ()
+            self.there = there if self._usable(there) else None
+            self._held = () if self.there is None else there.segments
         directory.clean(self._named)
 
     def _usable(self, there: Manifest) -> bool:

@@ -331,7 +331,7 @@ async def test_an_engine_that_ends_waits_for_who_is_leaving(tmp_path: Path) -> N
 
 async def archived_rows(engine: Engine, path: Path) -> dict[str, list[bytes]]:
     """Rows and keys of an archive, as bytes."""
-    identity = await engine._archives._known()
+    identity = await engine._archives.known()
     reader = Reader(path, identity)
     try:
         rows = reader.manifest.rows

@@ -18,14 +18,15 @@ import torch
 import memory.arena
 from engine.config import ServerConfig
 from engine.engine import Engine
-from engine.errors import DeviceFailed
+from engine.errors import ArchiveFailed, DeviceFailed
 from engine.generation import Generation
+from engine.protocol import SessionId
 from server import serve
 from tests.engine.losing import REPORTED, LosingBackend
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.node.process_world import ROOT, NodeProcess, again, expected, head_of, lost, until
 from tests.engine.node.test_cluster import NAME, TOP_K, found, ids, tokens
-from tests.engine.runs import greedy, small
+from tests.engine.runs import greedy, run, small
 
 TURNS = (ids(150, 1), 12), (ids(3, 2), 12)
 
@@ -130,6 +131,64 @@ async def test_nothing_of_it_is_freed(checkpoint: Path, monkeypatch: pytest.Monk
     assert closed, "an engine whose device works closes its arena"
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+async def test_what_ram_has_is_archived(checkpoint: Path, tmp_path: Path, drafts: int) -> None:
+    """Sessions at rest, in the middle of an answer and of a prompt: each archive has its whole blocks and every token that was said, a
+    prompt that was not read to its end is in none, an archive that is up to date stays, and the next process goes on with equal tokens."""
+    config = small(hot_rows=TOP_K, draft_depth=drafts)
+    long = (await run(checkpoint, small(hot_rows=TOP_K), [(ids(150, 1), 300)])).tokens
+    whole = await expected(checkpoint, *TURNS)
+    backend, said, engines = LosingBackend(), list[int](), list[Engine]()
+    sessions = dict[str, SessionId]()
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, config, backend=backend) as engine:
+            engines.append(engine)
+            for name in ("archived", "rests", "reads", "says", "empty"):
+                sessions[name] = await engine.create_session()
+                if name in ("archived", "rests", "reads"):
+                    assert await tokens(engine, sessions[name], *TURNS[0]) == whole[:12]
+            assert (await engine.export_session(sessions["archived"], tmp_path / sessions["archived"])).rows == 161
+            saying = engine.generate(ids(150, 1), greedy(300), session=sessions["says"])
+            while len(said) < 100:
+                said.extend((await anext(saying)).token_ids)
+            reading = engine.generate(ids(3000, 9), greedy(5), session=sessions["reads"])
+            end = asyncio.ensure_future(ends_with(reading))
+            await until(lambda: engine.sessions[sessions["reads"]].rows > 300, "some chunks were read")
+            try:
+                await fail_in(engine, backend)
+            finally:
+                assert isinstance(await end, DeviceFailed)
+
+    with pytest.raises(DeviceFailed):
+        await live()
+    (engine,) = engines
+    manifest = (tmp_path / sessions["archived"] / "manifest.json").read_bytes()
+    for name, session in sessions.items():
+        if name == "empty":
+            with pytest.raises(ArchiveFailed, match="nothing of session"):
+                await engine.export_session(session, tmp_path / session)
+            assert not (tmp_path / session / "manifest.json").exists()
+        else:
+            await engine.export_session(session, tmp_path / session)
+    assert (tmp_path / sessions["archived"] / "manifest.json").read_bytes() == manifest
+    async with Engine.open(checkpoint, config) as engine:
+        for name in ("archived", "rests", "reads", "says"):
+            assert await engine.import_session(tmp_path / sessions[name]) == sessions[name]
+        views = {name: engine.sessions[sessions[name]] for name in ("archived", "rests", "reads", "says")}
+        assert [views[name].rows for name in ("archived", "rests", "reads")] == [161, 128, 128]
+        assert [views[name].revision for name in views] == [1, 1, 2, 1]
+        assert len(views["reads"].token_ids) == 162
+        told = len(views["says"].token_ids) - 150
+        assert told >= 100
+        assert said == long[: len(said)]
+        assert views["says"].rows % 64 == 0
+        assert 192 <= views["says"].rows <= 150 + told
+        assert await tokens(engine, sessions["says"], [], 300 - told) == long[told:]
+        for name in ("archived", "rests", "reads"):
+            assert await tokens(engine, sessions[name], *TURNS[1]) == whole[12:]
+
+
 def _body(**more: Any) -> dict[str, Any]:
     return {"prompt": ids(90, 1), "max_tokens": 2000, "temperature": 0, "ignore_eos": True, **more}
 
@@ -186,8 +245,8 @@ async def served(checkpoint: Path, sessions: Path) -> AsyncIterator[tuple[asynci
 
 @pytest.mark.slow
 async def test_the_command_ends_with_70_and_its_sessions_come_back(checkpoint: Path, tmp_path: Path) -> None:
-    """One line says why; a session that had an archive goes on in the next process as if nothing had been said since."""
-    whole = await expected(checkpoint, *TURNS)
+    """One line says why; sessions go on in the next process, from their archives or from what RAM had of them."""
+    whole, sessions = await expected(checkpoint, *TURNS), dict[str, str]()
 
     async def turn(client: aiohttp.ClientSession, session: str, number: int) -> list[int]:
         prompt, count = TURNS[number]
@@ -198,12 +257,14 @@ async def test_the_command_ends_with_70_and_its_sessions_come_back(checkpoint: P
             return said
 
     async with served(checkpoint, tmp_path) as (process, client):
-        async with client.post("/v1/sessions") as response:
-            session = (await response.json())["id"]
-        assert await turn(client, session, 0) == whole[:12]
-        async with client.post(f"/v1/sessions/{session}/export") as response:
-            assert response.status == 200
-        cut_off = asyncio.ensure_future(turn(client, session, 1))
+        for session in ("archived", "never archived"):
+            async with client.post("/v1/sessions") as response:
+                sessions[session] = (await response.json())["id"]
+            assert await turn(client, sessions[session], 0) == whole[:12]
+            if session == "archived":
+                async with client.post(f"/v1/sessions/{sessions[session]}/export") as response:
+                    assert response.status == 200
+        cut_off = asyncio.ensure_future(turn(client, sessions["archived"], 1))
         os.kill(process.pid, signal.SIGUSR1)
         _, said = await process.communicate()
         assert process.returncode == 70
@@ -213,7 +274,8 @@ async def test_the_command_ends_with_70_and_its_sessions_come_back(checkpoint: P
         await asyncio.wait([cut_off])
         cut_off.exception()
     async with served(checkpoint, tmp_path) as (_, client):
-        assert await turn(client, session, 1) == whole[12:]
+        for session in sessions.values():
+            assert await turn(client, session, 1) == whole[12:]
 
 
 @pytest.mark.slow

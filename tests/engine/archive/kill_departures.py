@@ -70,7 +70,7 @@ async def turn(engine: Engine, session: SessionId) -> None:
 async def refer(path: Path) -> bytes:
     """The reference, made by one session that nothing ever happens to."""
     async with engine_of() as engine:
-        made = Reference(await engine._archives._known())
+        made = Reference(await engine._archives.known())
         session = await engine.create_session()
         for _ in range(TURNS):
             await turn(engine, session)

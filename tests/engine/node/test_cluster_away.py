@@ -86,11 +86,11 @@ async def test_a_node_that_is_lost_before_the_barrier_of_an_export(
 
     async with archived(checkpoint, whole, tmp_path) as (engine, _, session):
 
-        async def read_out(places: transfers.Places) -> object:
+        async def read_out(places: transfers.Places, rows_max: int) -> object:
             strike.far = engine.stage.before[0].far  # type: ignore[attr-defined]  # a node's
             strike.cut()
             await until(lambda: not engine.ready, "nobody noticed")
-            return await real(places)
+            return await real(places, rows_max)
 
         with monkeypatch.context() as patch:
             patch.setattr(transfers.Places, "read_out", read_out)
