@@ -1,21 +1,27 @@
 """A device that can be made to fail, and the command over it in a process of its own: SIGUSR1 is the failure.
 
-    python tests/engine/losing.py -- serve MODEL ...
+    python tests/engine/losing.py serve MODEL ...
 
-What stands between the options and the command is left out, so that whoever starts `python server.py WORDS` can put this before it.
+What stands before the command's name is left out, so that whoever starts `python server.py WORDS` can put this before it. On a card
+SIGUSR1 is an assertion in a kernel, and SIGUSR2 a kernel that does not end, which is believed after three seconds.
 """
 
 import asyncio
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a program, the folder of this file comes first
 
+import torch
+
+import engine.device
 import engine.engine
 import engine.node.held_stage
 import server
+from engine.device import streams_of
 from streams import Backend, CpuBackend, DeviceLost
 from streams.queued import Operation
 
@@ -37,9 +43,17 @@ class LosingBackend(CpuBackend):
         super().settle(operation, value, self.lost.error() or error)
 
 
-def _streams_of(*_: object, **__: object) -> Backend:
-    backend = LosingBackend()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, backend.fail)
+def _streams_of(device: torch.device, *more: Any, **named: Any) -> Backend:
+    loop = asyncio.get_running_loop()
+    if device.type == "cpu":
+        losing = LosingBackend()
+        loop.add_signal_handler(signal.SIGUSR1, losing.fail)
+        return losing
+    backend = streams_of(device, *more, **named)
+    stream = backend.stream("harm.compute")
+    few, far = torch.zeros(4, device=device), torch.full((1,), 1 << 20, device=device)
+    for number, work in ((signal.SIGUSR1, lambda: few[far]), (signal.SIGUSR2, lambda: torch.cuda._sleep(1 << 50))):
+        loop.add_signal_handler(number, partial(stream.submit, work, label="harm"))
     return backend
 
 
@@ -48,6 +62,7 @@ def main() -> int:
     place: Any
     for place in (engine.engine, engine.node.held_stage):
         place.streams_of = _streams_of
+    engine.device._SILENCE_S_MAX = 3.0
     words = sys.argv[1:]
     return server.main(words[next(i for i, word in enumerate(words) if word in ("serve", "node")) :])
 
