@@ -1,12 +1,15 @@
 """Where an engine runs, and the streams of that place. Chosen once, when an engine is opened."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting, DeviceFailed
 from streams import Backend, CpuBackend, Event, Observer
 
-__all__ = ["device_failure", "device_of", "leave", "streams_of"]
+__all__ = ["check_device", "device_failure", "device_of", "leave", "named_failure", "streams_of"]
 
 _SILENCE_S_MAX = 120.0  # no operation takes so long, the longest on a slow card some seconds
 _LEFT: list[object] = []
@@ -15,6 +18,25 @@ _LEFT: list[object] = []
 def leave(*held: object) -> None:
     """Keep what is on a device that failed until the process ends: to free it would be to ask the device, which may hang."""
     _LEFT.extend(held)
+
+
+def check_device(lost: Event[None], *held: object) -> None:
+    """Raise DeviceFailed if the device has failed. Args: held: what is left then."""
+    if lost.done():
+        leave(*held)
+        raise DeviceFailed(str(lost.error()))
+
+
+@contextmanager
+def named_failure(lost: Event[None]) -> Iterator[None]:
+    """What fails in the block because the device did fails with DeviceFailed, whatever it met."""
+    try:
+        yield
+    except Exception as error:
+        failed = device_failure(error, lost)
+        if failed is None:
+            raise
+        raise failed from error
 
 
 def device_failure(error: BaseException, lost: Event[None]) -> DeviceFailed | None:

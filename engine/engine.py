@@ -21,7 +21,7 @@ from engine.archive.identity import identity_of
 from engine.archive.transfers import Archives, Exported, TransferProgress
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
-from engine.device import device_of, leave, streams_of
+from engine.device import check_device, device_of, leave, streams_of
 from engine.errors import BadRequest, BadSetting, NeverFits, NotAdmitted
 from engine.generation import Generation
 from engine.grammar.compiled import Grammars
@@ -149,6 +149,7 @@ class Engine:
             await engine.grammars.close()
         if backend is not None:
             await stage.idle()  # closed sessions hold their memory until their last operation is done
+        check_device(streams.lost, engine, held, peers, streams)
         close_stages(stage)
 
     @property
@@ -355,8 +356,7 @@ class Engine:
         self._abort_all()
         await self._loop.wait_idle()
         self.departures.close()
-        if self._stage.backend.lost.done():
-            return
+        check_device(self._stage.backend.lost)  # behind a drain the loop has ended and says nothing of it
         await self._archives.close()
         self._loop.stored.close()
         for session_id in list(self._sessions):

@@ -14,6 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from engine.archive.parts import Block
 from engine.archive.places import Places
 from engine.archive.reader import Reader
 from engine.archive.writer import SEGMENT_BYTES, Writer
+from engine.device import named_failure
 from engine.errors import ArchiveFailed, ForebayError, NodeLost, NotAdmitted, SessionBroken, SessionBusy, UnknownSession
 from engine.protocol import SessionId
 from engine.session import Phase, Session
@@ -113,9 +115,10 @@ class Archives:
         try:
             if lost and (self._identity is None or session.memory is None):
                 raise ArchiveFailed(f"nothing of session {session.id} is there to be archived; what was archived before is as it was")
-            identity = await self.known()
-            async with held(partial(Writer, path, identity, session.id)) as writer:
-                manifest = await write(identity, writer, progress)
+            with nullcontext() if lost else named_failure(self._stage.backend.lost):
+                identity = await self.known()
+                async with held(partial(Writer, path, identity, session.id)) as writer:
+                    manifest = await write(identity, writer, progress)
         except BarrierFailed as error:
             if isinstance(session.broken, (PeerLost, Closed)):  # it gets its rows again when the node is back
                 raise NodeLost(
@@ -223,8 +226,9 @@ class Archives:
         self._arriving.append(arrival)
         session: Session | None = None
         try:
-            async with held(partial(Reader, path, await self.known())) as reader:
-                session = await self._enter(arrival, namespace, reader, progress)
+            with named_failure(self._stage.backend.lost):
+                async with held(partial(Reader, path, await self.known())) as reader:
+                    session = await self._enter(arrival, namespace, reader, progress)
         except BaseException:
             if session is not None and session.memory is not None:
                 session.memory.close()

@@ -198,6 +198,46 @@ async def test_what_ram_has_is_archived(checkpoint: Path, tmp_path: Path, settin
             assert await tokens(engine, sessions[name], *TURNS[1]) == whole[12:]
 
 
+async def test_a_failure_behind_a_drain_is_heard_too(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop has ended, and sessions go to disk: the block ends with DeviceFailed, nothing is freed, and what RAM has is archived."""
+    backend, closed = LosingBackend(), list[object]()
+    monkeypatch.setattr(memory.arena.Arena, "close", lambda arena: closed.append(arena))
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+            session = await engine.create_session()
+            assert await tokens(engine, session, *TURNS[0])
+            await engine.export_session(await engine.fork_session(session), tmp_path / "another")
+            await engine.drain(10)
+            backend.fail()
+            assert (await engine.export_session(session, tmp_path / session)).rows == 128
+
+    with pytest.raises(DeviceFailed, match="ECC"):
+        await live()
+    assert not closed
+
+
+async def test_a_session_that_comes_in_hears_of_it(checkpoint: Path, tmp_path: Path) -> None:
+    """An import that the failure cuts off fails with DeviceFailed, not with what its operation met."""
+    backend, ends = LosingBackend(), list[object]()
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+            session = await engine.create_session()
+            assert await tokens(engine, session, *TURNS[0])
+            await engine.export_session(session, tmp_path / session)
+            comes = asyncio.ensure_future(engine.import_session(tmp_path / session, lambda done, total: backend.fail()))
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ends.extend(await asyncio.gather(comes, return_exceptions=True))
+
+    with pytest.raises(DeviceFailed, match="ECC"):
+        async with asyncio.timeout(10):
+            await live()
+    assert [type(end) for end in ends] == [DeviceFailed]
+
+
 def _body(**more: Any) -> dict[str, Any]:
     return {"prompt": ids(90, 1), "max_tokens": 2000, "temperature": 0, "ignore_eos": True, **more}
 
