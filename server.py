@@ -24,6 +24,7 @@ from engine.commands.line import run_line
 from engine.commands.signals import Signals
 from engine.commands.terminal import complain, forget_output, leave_at_once
 from engine.config import ServerConfig
+from engine.device import reported_failure
 from engine.errors import BadRequest, DeviceFailed, ForebayError
 from engine.generating import generating
 from engine.http import SERVICE, answer, check_model, name_answer, observe, parsed
@@ -207,17 +208,22 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run_line(sys.argv[1:] if words is None else words, os.environ, serve)
-    except DeviceFailed as error:
-        complain(str(error))
-        leave_at_once(error.exit_code)
     except ForebayError as error:
         complain(str(error))
+        if isinstance(error, DeviceFailed):
+            leave_at_once(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has left; nothing is wrong here
         forget_output()
         return 0
+    except Exception as error:
+        failed = reported_failure(error)
+        if failed is None:
+            raise
+        complain(str(failed))
+        leave_at_once(failed.exit_code)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import BadSetting, DeviceFailed
-from streams import Backend, CpuBackend, Event, Observer
+from streams import Backend, CpuBackend, DeviceLost, Event, Observer
 
-__all__ = ["check_device", "device_failure", "device_of", "leave", "named_failure", "streams_of"]
+__all__ = ["check_device", "device_failure", "device_of", "leave", "named_failure", "reported_failure", "streams_of", "was_left"]
 
 _SILENCE_S_MAX = 120.0  # no operation takes so long, the longest on a slow card some seconds
 _LEFT: list[object] = []
@@ -18,6 +18,11 @@ _LEFT: list[object] = []
 def leave(*held: object) -> None:
     """Keep what is on a device that failed until the process ends: to free it would be to ask the device, which may hang."""
     _LEFT.extend(held)
+
+
+def was_left() -> bool:
+    """Whether a device has failed in this process, and what is on it was left."""
+    return bool(_LEFT)
 
 
 def check_device(lost: Event[None], *held: object) -> None:
@@ -43,6 +48,13 @@ def device_failure(error: BaseException, lost: Event[None]) -> DeviceFailed | No
     """What an error is if the device is why: it failed (`lost`), or reported this one outside of its streams. None: it is not."""
     if isinstance(error, Exception) and lost.done():
         return DeviceFailed(str(lost.error()))
+    return reported_failure(error)
+
+
+def reported_failure(error: BaseException) -> DeviceFailed | None:
+    """What an error is if a device reported it where no engine is: while a model is loaded, or to a measurement. None: none did."""
+    if isinstance(error, DeviceLost):
+        return DeviceFailed(str(error))
     if isinstance(error, torch.AcceleratorError):
         return DeviceFailed(f"the device reported an error: {str(error).splitlines()[0]}")
     return None

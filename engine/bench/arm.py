@@ -27,7 +27,7 @@ from engine.bench.floor import StepBytes, step_bytes
 from engine.bench.probe import Probe, Window
 from engine.chunk import Chunk
 from engine.config import EngineConfig
-from engine.device import device_of, streams_of
+from engine.device import device_of, streams_of, was_left
 from engine.engine import Engine
 from engine.errors import BadSetting, ForebayError
 from engine.generation import Generation
@@ -190,7 +190,7 @@ async def forget_engines(config: EngineConfig) -> None:
     """Give back what a closed engine held, once no frame holds it: the next one counts what the device has free."""
     await asyncio.sleep(0)  # what ended with the engine has its last callbacks
     gc.collect()
-    if device_of(config).type != "cpu":
+    if device_of(config).type != "cpu" and not was_left():  # a device that failed would fail this too, or never end it
         torch.cuda.empty_cache()
 
 

@@ -15,13 +15,17 @@ import aiohttp
 import pytest
 import torch
 
+import engine.bench.arm
+import engine.device
 import memory.arena
-from engine.config import ServerConfig
+import server
+from engine.config import EngineConfig, ServerConfig
 from engine.engine import Engine
 from engine.errors import ArchiveFailed, DeviceFailed
 from engine.generation import Generation
 from engine.protocol import SessionId
 from server import serve
+from streams import DeviceLost
 from tests.engine.losing import REPORTED, LosingBackend
 from tests.engine.model.parity import make_checkpoint
 from tests.engine.node.process_world import ROOT, NodeProcess, again, expected, head_of, lost, until
@@ -236,6 +240,41 @@ async def test_a_session_that_comes_in_hears_of_it(checkpoint: Path, tmp_path: P
         async with asyncio.timeout(10):
             await live()
     assert [type(end) for end in ends] == [DeviceFailed]
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (torch.AcceleratorError("out of order\nmore"), "the device reported an error: out of order"),
+        (DeviceLost(REPORTED), REPORTED),
+        (DeviceFailed(REPORTED), REPORTED),
+    ],
+)
+def test_a_device_that_fails_where_no_engine_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], raised: Exception, said: str
+) -> None:
+    """While a model is loaded, or below a measurement: the command says one line and leaves with 70 all the same."""
+
+    def run_line(*_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(server, "run_line", run_line)
+    monkeypatch.setattr(server, "leave_at_once", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        server.main([])
+    assert left.value.code == 70
+    assert capsys.readouterr().err == f"forebay: {said}\n"
+
+
+async def test_a_measurement_asks_a_failed_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine held is not given back where the device failed: to ask would be another error, or hang."""
+    asked = list[bool]()
+    monkeypatch.setattr(engine.bench.arm, "device_of", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append(True))
+    for left in ([], ["an engine"]):
+        monkeypatch.setattr(engine.device, "_LEFT", left)
+        await engine.bench.arm.forget_engines(EngineConfig())
+    assert asked == [True]
 
 
 def _body(**more: Any) -> dict[str, Any]:
