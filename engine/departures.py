@@ -151,17 +151,22 @@ class Departures:
         return True
 
     async def run(self) -> None:
-        """Until closed."""
-        while not self._closing:
-            await self._asked.wait()
-            self._asked.clear()
-            if self._next is not None:
-                try:
+        """Until closed. Cancel: nobody leaves any more, and whoever waits for room hears of it."""
+        try:
+            while not self._closing:
+                await self._asked.wait()
+                self._asked.clear()
+                if self._next is not None:
                     await self._try(self._next)
-                finally:
-                    self._next = None
-                    self._done.set()
-                    self._wake()
+                    self._one_tried()
+        finally:
+            self._closing = True
+            self._one_tried()  # also one that was asked to leave and had not begun to
+
+    def _one_tried(self) -> None:
+        self._next = None
+        self._done.set()
+        self._wake()
 
     async def _try(self, session: Session) -> None:
         try:

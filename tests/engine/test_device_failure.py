@@ -20,10 +20,12 @@ import engine.device
 import memory.arena
 import server
 from engine.config import EngineConfig, ServerConfig
+from engine.departures import Departures
 from engine.engine import Engine
 from engine.errors import ArchiveFailed, DeviceFailed
 from engine.generation import Generation
 from engine.protocol import SessionId
+from engine.session import Phase, Session
 from server import serve
 from streams import DeviceLost
 from tests.engine.losing import REPORTED, LosingBackend
@@ -275,6 +277,26 @@ async def test_a_measurement_asks_a_failed_device_nothing(monkeypatch: pytest.Mo
         monkeypatch.setattr(engine.device, "_LEFT", left)
         await engine.bench.arm.forget_engines(EngineConfig())
     assert asked == [True]
+
+
+async def test_who_waits_for_room_hears_of_the_end() -> None:
+    """The task of departures is cancelled with the loop's before it has looked at who was asked to leave: nobody waits for ever."""
+    session = Session(SessionId("a" * 16), temporary=False)
+    for phase in (Phase.ARCHIVED, Phase.READY):
+        session.move(phase)
+    session.tokens.append(1)
+    departures = Departures(lambda: [session], lambda _: (), lambda _: None, lambda: None)
+    departures.held[session.id] = session
+    departures.archive_with(lambda _: asyncio.sleep(0), "")
+    running = asyncio.ensure_future(departures.run())
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(departures.make_room())
+    await asyncio.sleep(0)
+    running.cancel()
+    async with asyncio.timeout(5):
+        assert await waiting
+    assert not await departures.make_room()
+    assert session.phase is Phase.READY
 
 
 def _body(**more: Any) -> dict[str, Any]:
