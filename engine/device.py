@@ -1,5 +1,6 @@
 """Where an engine runs, and the streams of that place. Chosen once, when an engine is opened."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,8 +46,9 @@ def named_failure(lost: Event[None]) -> Iterator[None]:
 
 
 def device_failure(error: BaseException, lost: Event[None]) -> DeviceFailed | None:
-    """What an error is if the device is why: it failed (`lost`), or reported this one outside of its streams. None: it is not."""
-    if isinstance(error, Exception) and lost.done():
+    """What an error, or the cancellation of the step loop, is if the device is why: it failed (`lost`), or reported this one outside of
+    its streams. None: it is not."""
+    if isinstance(error, Exception | asyncio.CancelledError) and lost.done():
         return DeviceFailed(str(lost.error()))
     return reported_failure(error)
 

@@ -32,6 +32,7 @@ from engine.stage_calls import Asked
 from engine.stored import StoredSessions, Storing
 from engine.tally import Tally
 from engine.waiting_line import WaitingLine
+from streams import Event
 
 __all__ = ["StepLoop"]
 
@@ -63,6 +64,7 @@ class StepLoop:
         self._held_up = False  # whether somebody startable waits for memory; whoever may give it back wakes the loop
         self._closing = False
         self._dead: BaseException | None = None
+        self._over = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -170,13 +172,16 @@ class StepLoop:
 
         If it dies, every request ends with an error and the cause is raised: DeviceFailed once there is no device any more.
         """
-        lost = self.stage.backend.lost
-        lost.on_done(lambda _: self.wake())
+        lost, task = self.stage.backend.lost, asyncio.current_task()
+
+        def end(_: Event[None]) -> None:
+            if task is not None and not self._over:
+                task.cancel()  # it may wait for another machine
+
+        lost.on_done(end)
         try:
             while not (self._closing and self._nothing_left()):
                 await self._run_turn()
-                if lost.done():
-                    lost.result()
         except BaseException as error:
             failed = device_failure(error, lost)
             self._die(failed or error)
@@ -184,6 +189,7 @@ class StepLoop:
                 raise failed from error
             raise
         finally:
+            self._over = True
             self.pressure.close()
             self._idle.set()
 

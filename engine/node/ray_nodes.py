@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from engine.errors import BadSetting
+from engine.errors import BadSetting, ForebayError
 from engine.node.address import Address
 from engine.node.head import Locate
 from engine.node.held_stage import NodeSetup
@@ -72,7 +72,7 @@ class _Actor:
         """The node's life has ended by itself: so does the process, and Ray starts it again."""
         error = None if life.cancelled() else life.exception()
         print(f"the node has ended: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        os._exit(error.exit_code if isinstance(error, ForebayError) else 1)
 
 
 @asynccontextmanager

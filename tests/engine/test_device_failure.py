@@ -96,6 +96,25 @@ async def rest(checkpoint: Path, backend: LosingBackend) -> None:
         await fail_in(engine, backend)
 
 
+async def test_a_loop_that_waits_for_somebody_else_ends_too(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine, for one, that in turn waits for what this one will not send any more."""
+    backend = LosingBackend()
+
+    async def turn() -> None:
+        await asyncio.Event().wait()
+
+    async def live() -> None:
+        async with Engine.open(checkpoint, small(hot_rows=TOP_K), backend=backend) as engine:
+            monkeypatch.setattr(engine._loop, "_run_turn", turn)
+            engine._loop.wake()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await fail_in(engine, backend)
+
+    with pytest.raises(DeviceFailed, match="ECC"):
+        await live()
+
+
 async def test_an_engine_at_rest_ends_too(checkpoint: Path) -> None:
     """Nothing runs and nobody asks: the block ends all the same, as soon as the device is known to have failed."""
     with pytest.raises(DeviceFailed, match="ECC"):
