@@ -156,15 +156,10 @@ async def test_nothing_of_it_is_freed(checkpoint: Path, monkeypatch: pytest.Monk
     assert closed, "an engine whose device works closes its arena"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        pytest.param({"draft_depth": 2}, marks=pytest.mark.slow),
-        pytest.param({"stages": "1,3"}, marks=pytest.mark.slow),
-        pytest.param({"peer": "cpu"}, marks=pytest.mark.slow),
-        pytest.param({"peer": "cpu", "mirror_replicas": 2}, marks=pytest.mark.slow),
-    ],
+    [{}, {"draft_depth": 2}, {"stages": "1,3"}, {"peer": "cpu"}, {"peer": "cpu", "mirror_replicas": 2}],
     ids=str,
 )
 async def test_what_ram_has_is_archived(checkpoint: Path, tmp_path: Path, settings: dict[str, object]) -> None:
