@@ -35,7 +35,7 @@ from kernels.layout import StateField
 from kernels.verify import write_standing
 from memory.errors import DoesNotFit
 from memory.fork import check_cut
-from memory.image import Loading, left_in_ram, read_out
+from memory.image import Loading, read_out, rows_in_ram
 from memory.operations import Operations
 from memory.placement import PlacementStatistics
 from memory.session import SessionMemory, SessionStatistics
@@ -170,7 +170,7 @@ class LocalImage:
     async def read_out(self) -> int:
         """See FollowerImage."""
         if self._stage.backend.lost.done():
-            return left_in_ram(self._memory).rows
+            return rows_in_ram(self._memory)
         return (await read_out(self._memory, self._stage.copyback)).rows
 
     async def begin(self, rows: int, window: int) -> None:

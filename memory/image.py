@@ -27,7 +27,7 @@ from memory.session import SessionMemory
 from memory.staging import behind_fills, landing, pinned
 from streams import Event, Stream
 
-__all__ = ["Image", "Loading", "left_in_ram", "read_out"]
+__all__ = ["Image", "Loading", "read_out", "rows_in_ram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,13 @@ async def read_out(session: SessionMemory, copyback: Copyback) -> Image:
     return Image(rows, hidden, session.counts.hidden_from)
 
 
-def left_in_ram(session: SessionMemory) -> Image:
-    """What RAM has of a session whose device failed: the blocks whose copies had completed, as far as they are whole.
+def rows_in_ram(session: SessionMemory) -> int:
+    """Rows that RAM has of a session whose device failed: the blocks whose copies had completed, as far as they are whole.
 
     A block is whole once and for all: what was being copied when the device failed is no part of it. Hidden states are gone.
     """
     parts = (session,) if session.peered is None else (session.peered.owner, session.peered.peer)
-    rows = min(part.counts.mirrored for part in parts) // BLOCK_ROWS * BLOCK_ROWS
-    return Image(rows, torch.zeros_like(session.hidden, device="cpu"), rows)
+    return min(part.counts.mirrored for part in parts) // BLOCK_ROWS * BLOCK_ROWS
 
 
 class Loading:

@@ -16,7 +16,7 @@ from engine.joint import id_of
 from engine.stage import Stage
 from kernels.layout import BLOCK_ROWS
 from memory.errors import BarrierFailed
-from memory.image import Image, Loading, left_in_ram, read_out
+from memory.image import Image, Loading, read_out, rows_in_ram
 from memory.session import SessionMemory
 
 __all__ = ["Places"]
@@ -36,7 +36,7 @@ class Places:
         Raises: BarrierFailed, ArenaFull.
         """
         if self._stage.backend.lost.done():
-            left = [left_in_ram(self._memory).rows, *[await other.read_out() for other in self._others]]
+            left = [rows_in_ram(self._memory), *[await other.read_out() for other in self._others]]
             rows = min(rows_max, *left) // BLOCK_ROWS * BLOCK_ROWS
             return Image(rows, torch.zeros_like(self._memory.hidden, device="cpu"), rows)
         image = await read_out(self._memory, self._stage.copyback)

@@ -16,7 +16,8 @@ from functools import partial
 
 import structlog
 
-from engine.errors import DeviceFailed, NotAdmitted
+from engine.device import check_device
+from engine.errors import NotAdmitted
 from engine.model.config import ModelConfig
 from engine.node import calls
 from engine.node.address import Address
@@ -97,7 +98,7 @@ class Node:
                 self._stage.set_result(stage)
                 _log.info("node.ready", stage=self._setup.stage, layers=str(self._setup.stages[self._setup.stage]))
                 await stage.lost.wait_done()
-                raise DeviceFailed(str(stage.lost.error()))
+                check_device(stage.lost)
         except BaseException as error:
             if not self._stage.done():
                 self._stage.set_exception(error)
