@@ -3,8 +3,9 @@
 Holds arithmetic over sizes. It need not be right, only right enough that units between two steps take about as long as they are meant to:
 the same numbers in every run, where times would make a run depend on the machine's mood and no tape could be replayed.
 
-1. Reading a byte counts 1. A device multiplies or adds about 50 times while it reads one: on an H200 an append of 2,048 rows behind 50,000
-   took 8 us a row and layer, which is 200 TFLOP/s where steps read 4 TB/s. A core of a CPU about 4 times.
+1. Reading a byte counts 1. A device multiplies or adds about 80 times while it reads one: on an H200 whose steps read 3.5 TB/s the
+   experts of 1,024 rows were multiplied at 280 TFLOP/s, and rows scored about as fast. Attention over rows that each query row picks
+   unpacks every one that it multiplies: 25 times. A core of a CPU about 4 times, either.
 2. A product takes the longer of reading its weight and multiplying.
 """
 
@@ -26,12 +27,15 @@ __all__ = ["AppendCost", "LayerSizes", "StepCost"]
 _OPERATIONS_A_BYTE = {"cpu": 4}
 # Times what bf16 keys take a byte, keys of e4m3: 1.37 for one row, 1.32 for 16 sessions (docs/benchmarks/h200_keys_and_integers.json).
 _SCALED_READ = 1.34
-_OPERATIONS_A_BYTE_DEVICE = 50
-_PASSES = 24  # over a row's scores: choosing 2,048 of a million takes 28 us a row beside three others, on an H200
+_OPERATIONS_A_BYTE_DEVICE = 80
+_ATTEND_OPERATIONS_A_BYTE_DEVICE = 25
+_PASSES = 10  # over a row's scores: 64 rows over 491,520 keys are scored and chosen in 1.29 ms, 32 over 1,048,576 in 1.40, on an H200
 
 
-def _operations_a_byte(device: str) -> int:
-    return _OPERATIONS_A_BYTE.get(device, _OPERATIONS_A_BYTE_DEVICE)
+def _operations_a_byte(device: str) -> tuple[int, int]:
+    """Of products and scores, and of attention."""
+    operations = _OPERATIONS_A_BYTE.get(device)
+    return (_OPERATIONS_A_BYTE_DEVICE, _ATTEND_OPERATIONS_A_BYTE_DEVICE) if operations is None else (operations, operations)
 
 
 def _values(part: object) -> int:
@@ -79,14 +83,15 @@ class AppendCost:
         self._config = stage.model.config
         self._head_bytes = held_bytes(stage.model.head)
         self._layout = stage.layout
-        self._ratio = _operations_a_byte(stage.device.type)
+        self._ratio, self._attend_ratio = _operations_a_byte(stage.device.type)
         self._sizes_of: dict[int, LayerSizes] = {}
 
     @classmethod
     def elsewhere(cls, config: ModelConfig, layout: BlockLayout, device: str) -> Self:
         """Of a stage without an output head on another machine, whose layers are given as `LayerSizes`."""
         cost = cls.__new__(cls)
-        cost._config, cost._head_bytes, cost._layout, cost._ratio = config, 0, layout, _operations_a_byte(device)
+        cost._config, cost._head_bytes, cost._layout = config, 0, layout
+        cost._ratio, cost._attend_ratio = _operations_a_byte(device)
         cost._sizes_of = {}
         return cost
 
@@ -120,7 +125,7 @@ class AppendCost:
         facts, row = self._config, self._layout.row
         picks = min(facts.top_k, keys)
         operations = 2 * rows * picks * facts.heads * (2 * row.latent + row.rope)
-        return self._product(self._sizes(layer).attention, rows) + max(rows * picks * row.row_bytes // 8, operations // self._ratio)
+        return self._product(self._sizes(layer).attention, rows) + max(rows * picks * row.row_bytes // 8, operations // self._attend_ratio)
 
     def forward(self, layer: LayerWeights | LayerSizes, rows: int) -> int:
         """The MLP, or the experts that rows choose and the shared one."""

@@ -19,6 +19,7 @@ from typing import Any
 from engine.archive.directory import place_of
 from engine.archive.identity import identity_of
 from engine.archive.transfers import Archives, Exported, TransferProgress
+from engine.collector import old_objects_left_out
 from engine.config import EngineConfig
 from engine.defaults import default_sampling
 from engine.device import check_device, device_of, leave, streams_of
@@ -136,7 +137,8 @@ class Engine:
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()
                     engine._loop.tally.restart()
-                yield engine
+                with nullcontext() if device.type == "cpu" else old_objects_left_out():
+                    yield engine
         finally:
             engine.instruments.close()
             if streams.lost.done():

@@ -4,13 +4,14 @@ import asyncio
 import functools
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from engine.append_cost import LayerSizes
+from engine.collector import old_objects_left_out
 from engine.config import HOT_ROWS, EngineConfig
 from engine.device import device_of, leave, streams_of
 from engine.follower import LocalFollower
@@ -86,12 +87,14 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
     begun = 0 if weights.layers[0].full else facts.top_k
     form = functools.partial(Form, facts.hidden, weights.dtype, chunk_rows=config.append_chunk_rows)
     copies = backend.stream("stage.transfer")
+    held = HeldStage(
+        follower=LocalFollower(stage), form=form(picks),
+        arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
+        copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
+    )  # fmt: skip
     try:
-        yield HeldStage(
-            follower=LocalFollower(stage), form=form(picks),
-            arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
-            copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
-        )  # fmt: skip
+        with nullcontext() if device.type == "cpu" else old_objects_left_out():
+            yield held
     finally:
         if backend.lost.done():
             leave(stage, weights, peers, backend)

@@ -3,12 +3,14 @@
     python tests/engine/losing.py serve MODEL ...
 
 What stands before the command's name is left out, so that whoever starts `python server.py WORDS` can put this before it. On a card
-SIGUSR1 is an assertion in a kernel, and SIGUSR2 a kernel that does not end, which is believed after three seconds.
+SIGUSR1 is a kernel that reads from no address, and SIGUSR2 a kernel that does not end, which is believed after three seconds.
 """
 
 import asyncio
+import faulthandler
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ import engine.engine
 import engine.node.held_stage
 import server
 from engine.device import streams_of
+from kernels.gather import gather_rows
 from streams import Backend, CpuBackend, DeviceLost
 from streams.queued import Operation
 
@@ -50,10 +53,17 @@ def _streams_of(device: torch.device, *more: Any, **named: Any) -> Backend:
         loop.add_signal_handler(signal.SIGUSR1, losing.fail)
         return losing
     backend = streams_of(device, *more, **named)
-    stream = backend.stream("harm.compute")
-    few, far = torch.zeros(4, device=device), torch.full((1,), 1 << 20, device=device)
-    for number, work in ((signal.SIGUSR1, lambda: few[far]), (signal.SIGUSR2, lambda: torch.cuda._sleep(1 << 50))):
-        loop.add_signal_handler(number, partial(stream.submit, work, label="harm"))
+    stream = backend.stream("stage0.compute")  # the steps': a kernel elsewhere that does not end holds nobody up
+    good, bad = (torch.full((1,), address, device=device) for address in (torch.zeros(4, device=device).data_ptr(), 16))
+    row = torch.zeros((1, 16), dtype=torch.uint8, device=device)
+    gather_rows(good, 16, row)  # compiled now
+
+    def harm(work: Callable[[], object]) -> None:
+        faulthandler.dump_traceback_later(20)  # who waits for the device after all
+        stream.submit(work, label="harm")
+
+    for number, work in ((signal.SIGUSR1, lambda: gather_rows(bad, 16, row)), (signal.SIGUSR2, lambda: torch.cuda._sleep(1 << 50))):
+        loop.add_signal_handler(number, partial(harm, work))
     return backend
 
 

@@ -116,22 +116,28 @@ async def test_a_node_whose_device_fails_ends_and_is_taken_back(checkpoint: Path
     ("harm", "says"), [(signal.SIGUSR1, "reported an error near"), (signal.SIGUSR2, "has ended nothing for 3 s, the oldest being harm")]
 )
 async def test_a_card_that_fails_ends_the_command(tmp_path: Path, harm: signal.Signals, says: str) -> None:
-    """An assertion in a kernel, and one that does not end: the stream ends with the error, the session is archived, the exit code is 70."""
-    async with served(tmp_path, "--demo", "--device", "cuda", "--host-memory", "1GiB", "--context-max", "4096") as (process, client):
+    """A kernel that reads from nowhere, and one without end: the stream ends with the error, the session is archived, the exit code 70."""
+    async with served(tmp_path, "--demo", "--device", "cuda", "--host-memory", "1GiB", "--context-max", "65536") as (process, client):
         async with client.post("/v1/sessions") as response:
             session = (await response.json())["id"]
-        body = {"prompt": "import os\n" * 60, "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "session": {"id": session}}
+        body = {"prompt": "import os\n" * 60, "max_tokens": 60_000, "temperature": 0, "ignore_eos": True, "session": {"id": session}}
         async with client.post("/v1/completions", json={**body, "stream": True}) as response:
             lines = [await response.content.readline() for _ in range(200)]
             os.kill(process.pid, harm)
             async with asyncio.timeout(30):
                 lines += [line async for line in response.content]
-        assert any(b"device_failed" in line for line in lines)
-        async with asyncio.timeout(30):
-            assert process.stderr is not None
-            last = [line async for line in process.stderr][-1].decode()
-            await process.wait()
+        assert any(b"device_failed" in line for line in lines), lines[-4:]
+        assert process.stderr is not None
+        said: list[str] = []
+        try:
+            async with asyncio.timeout(30):
+                async for line in process.stderr:
+                    said.append(line.decode())
+                await process.wait()
+        except TimeoutError:
+            pytest.fail("it did not end:\n" + "".join(said))
     assert process.returncode == 70
+    last = said[-1]
     assert last.startswith("forebay: cuda")
     assert says in last
     manifest = json.loads((tmp_path / session / "manifest.json").read_bytes())

@@ -1,4 +1,6 @@
-"""Kills serving processes at random moments while their idle sessions leave for the disk, and looks each time at what lies there.
+"""Kills serving processes while their idle sessions leave for the disk, at random moments and in the middle of an export.
+
+After each kill it looks at what lies there.
 
 usage: kill_departures.py DIRECTORY KILLS SEED
 
@@ -7,6 +9,7 @@ may fork: engines live in children.
 """
 
 import asyncio
+import itertools
 import os
 import pickle
 import random
@@ -23,6 +26,7 @@ import numpy
 
 from engine.archive.identity import Identity
 from engine.archive.reader import Reader
+from engine.archive.writer import Writer
 from engine.engine import Engine
 from engine.protocol import SessionId
 from engine.search.tiny import prompt
@@ -84,9 +88,23 @@ async def refer(path: Path) -> bytes:
     return pickle.dumps(made)
 
 
-async def work(path: Path, seed: int, ready: int, block_bytes: int) -> bytes:
-    """Turns in sessions that memory has too little room for, for ever."""
+def die_at(segment: int) -> None:
+    """Kill this process where it has written that segment of one archive, or of several one after another, and ends it."""
+    end, ended = Writer.end_segment, itertools.count()
+
+    def end_segment(writer: Writer) -> None:
+        if next(ended) == segment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        end(writer)
+
+    Writer.end_segment = end_segment  # type: ignore[method-assign]  # in a process that ends so
+
+
+async def work(path: Path, seed: int, ready: int, block_bytes: int, dies: bool) -> bytes:
+    """Turns in sessions that memory has too little room for, for ever. Args: dies: by itself, in the middle of an export."""
     draw = random.Random(seed)
+    if dies:
+        die_at(draw.randrange(3))
     with open_shelves(str(path)) as shelves:
         shelf = shelves[""]
         async with engine_of(host_memory_bytes=BLOCKS * block_bytes) as engine:
@@ -168,11 +186,13 @@ def main(path: Path, kills: int, seed: int) -> None:
     seen, caught = 0, 0
     for number in range(kills):
         source, sink = os.pipe()
-        killed = child(partial(work, path, 1000 * seed + number, sink, reference.identity.block_bytes), sink)
+        dies = number % 2 == 1
+        killed = child(partial(work, path, 1000 * seed + number, sink, reference.identity.block_bytes, dies), sink)
         os.close(sink)
         began = os.read(source, 1)  # a session is leaving
-        time.sleep(draw.uniform(0, 0.12))
-        os.kill(killed, signal.SIGKILL)
+        if not dies:
+            time.sleep(draw.uniform(0, 0.12))
+            os.kill(killed, signal.SIGKILL)
         _, status = os.waitpid(killed, 0)
         os.close(source)
         assert began, "it ended before anybody left"
@@ -180,8 +200,9 @@ def main(path: Path, kills: int, seed: int) -> None:
         for place in path.iterdir():
             if (place / "manifest.json").exists():
                 seen += reference.check(place) > 0
-        caught += any(path.glob("*/*.part"))
-    assert caught or kills < 50, "no kill ever came in the middle of an export"
+        cut_off = any(path.glob("*/*.part"))
+        assert cut_off or not dies, "it was killed in an export, and nothing of that lies there"
+        caught += cut_off
     assert seen > kills, f"{seen} archives in {kills} kills prove nothing"
     result(partial(restart, path, reference))
     print(f"{kills} kills, {caught} with an export cut off behind them, {seen} archives looked at")
