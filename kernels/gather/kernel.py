@@ -172,9 +172,10 @@ def _gather_group(
 
 
 WORDS_TILE = 2048  # words a program holds: 4 pieces of 16 bytes a thread of 128
-# Of a long history's: 192 programs of packed rows of 656 bytes, so that 1.5 MiB are under way and most of the device is left to others. A
-# program a piece fills every place on it for as long as the bus takes, and each launch of a step waits for places in between.
-BLOCKS_AT_ONCE = 32
+# Of a long history's: 18 programs of packed rows of 656 bytes, so that 0.14 MiB are under way, the fewest that the bus is full with (an
+# H200's, docs/benchmarks/fetch_beside.py). More wait in the device's memory system, and who reads its own memory waits behind: beside
+# 192 products of weights took 6.3 times as long, beside 18 1.1 times.
+BLOCKS_AT_ONCE = 3
 FETCH_PROGRAMS_MAX = 264  # most find nothing: misses are few, their room is not; so many have 1.3 MiB under way, the bus needs 0.1
 
 
