@@ -168,19 +168,32 @@ class AppendRun:
         begin = partial(self._begin, chunk, ids, arrived, out)
         return self._chain.submit(stage.streams.compute, begin, label="append.begin", reads=_tensors(arrived), writes=_tensors(out))
 
+    def _bring_older(self, chunk: AppendChunk, local: int, *, now: bool = False) -> None:
+        """Submit the gather of the layer's older rows, and once that is over, or `now`, the next layer's: its scratch is free once the layer
+        before is over. Streams share a device's queues, so that a gather behind another may hold up the steps that come after it."""
+        if not self._reads_few(chunk):
+            for each in range(local, min(local + 2, len(self._layers))):
+                if each not in self._fetched and (each == local or now or self._is_there(local)):
+                    self._fetched[each] = self._submit_fetch(chunk, each, self._forwarded[each - 2 : each - 1] if each >= 2 else [])
+
+    def _is_there(self, local: int) -> bool:
+        """Whether the gather of a layer's older rows, which was submitted, is over."""
+        return self._fetched[local].done()
+
+    def _submit_fetch(self, chunk: AppendChunk, local: int, free: Sequence[Event[Any]]) -> Event[Any]:
+        fetch = partial(self._fetch, chunk, local)
+        return self._chain.submit(self._stage.streams.prefetch, fetch, label=f"append.{local}.fetch", after=free)
+
     def _submit_write(self, chunk: AppendChunk, group: int, local: int) -> Event[Any]:
-        """Also the gathers of this layer's older rows and, ahead, of the next one's: its scratch is free once the layer before is over."""
-        for each in range(local, min(local + 2, len(self._layers))):
-            if each not in self._fetched and not self._reads_few(chunk):
-                free = self._forwarded[each - 2 : each - 1] if each >= 2 else []
-                fetch, label = partial(self._fetch, chunk, each), f"append.{each}.fetch"
-                self._fetched[each] = self._chain.submit(self._stage.streams.prefetch, fetch, label=label, after=free)
+        self._bring_older(chunk, local)
         return self._submit(partial(self._write, chunk, local, group), f"append.{local}.write")
 
     def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
+        self._bring_older(chunk, local)
         return self._submit(partial(self._select, chunk, group, first, end), f"append.{local}.select")
 
     def _submit_attend(self, chunk: AppendChunk, local: int, *after: Event[Any]) -> Event[Any]:
+        self._bring_older(chunk, local, now=True)
         return self._submit(partial(self._attend, chunk, local), f"append.{local}.attend", *after)
 
     def _submit_forward(self, local: int) -> Event[Any]:

@@ -49,11 +49,14 @@ class PairAppend(AppendRun):
         self._peer.open(self._chain, self._chunk)
         return begun
 
+    def _is_there(self, local: int) -> bool:
+        return super()._is_there(local) and self._behind[local].done()
+
+    def _submit_fetch(self, chunk: AppendChunk, local: int, free: Sequence[Event[Any]]) -> Event[Any]:
+        self._behind[local] = self._peer.fetch(self._chain, local, self._end, free)
+        return super()._submit_fetch(chunk, local, free)
+
     def _submit_write(self, chunk: AppendChunk, group: int, local: int) -> Event[Any]:
-        for each in range(local, min(local + 2, len(self._layers))):
-            if each not in self._behind and not self._reads_few(chunk):
-                free = self._forwarded[each - 2 : each - 1] if each >= 2 else []
-                self._behind[each] = self._peer.fetch(self._chain, each, self._end, free)
         self._written = super()._submit_write(chunk, group, local)
         key_layer = group if self._stage.model.layers[local].full else None
         self._peer.bring(self._chain, local, key_layer, self._written)
@@ -67,6 +70,7 @@ class PairAppend(AppendRun):
             self._query, self._head_weights = self._query.contiguous(), self._head_weights.contiguous()
 
     def _submit_select(self, chunk: AppendChunk, group: int, local: int, first: int, end: int) -> Event[Any]:
+        self._bring_older(chunk, local)
         each = tile_rows(chunk.first + chunk.rows)
         chosen = self._peer.choose(self._chain, group, first, end, each, lambda: (self._query, self._head_weights), self._written)
         self._submit(partial(self._select, chunk, group, first, end), f"append.{local}.select")

@@ -202,6 +202,30 @@ async def test_a_late_gather_holds_up_nobody(checkpoint: Path) -> None:
     assert late.same_bits(alone[1])
 
 
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_gather_stands_behind_another_while_others_decode(checkpoint: Path, seed: int) -> None:
+    """Each is submitted when the one before is over: streams share a device's queues, and what stands in one holds up steps."""
+    gathers: list[Event[Any]] = []
+    behind: list[tuple[str, str]] = []
+
+    class Watch(TapeRecorder):
+        def submitted(self, event: Event[Any], *rest: Any) -> None:
+            super().submitted(event, *rest)
+            if event.label.startswith("append.") and event.label.endswith(".fetch") and talking.progress.rows_done:
+                behind.extend((before.label, event.label) for before in gathers if not before.done())
+                gathers.append(event)
+
+    backend = VirtualBackend(SeededOrder(seed), observer=Watch(lambda _: None))
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, append_chunk_rows=32), backend=backend) as engine_:
+        talking = engine_.generate(ids(30, 1), greedy(1000))
+        await anext(talking)
+        await collect(engine_, [(ids(300, 2), 3)])
+        await talking.aclose()
+    await backend.close()
+    assert len({event.label for event in gathers}) > 2, "too few gathers to stand behind one another"
+    assert not behind
+
+
 async def test_a_short_prompt_waits_for_a_chunk_of_a_long_one_at_most(checkpoint: Path) -> None:
     """A prompt that comes while a long one is read has its first token when one more chunk of that was read, and both say what they say
     alone."""
