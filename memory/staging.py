@@ -7,15 +7,20 @@ Invariants:
 2. Buffers are taken, zeroed and moved on the device's default stream, outside any stream's work, when nothing of their session is in
    flight. The streams of `streams/device.py` do not wait for that one by themselves: the first work that touches a new buffer begins with
    `behind_fills`.
-3. A glance at what steps are changing never waits: it shows what an earlier one asked for.
+3. A glance at what steps are changing never waits: it shows what an earlier one asked for. No glance waits long.
 """
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 __all__ = ["Glance", "behind_fills", "landing", "outside_streams", "pinned"]
+
+_PATIENCE_NS = 50_000_000  # a thousand times what a device takes that works
 
 
 def pinned(values: Tensor, device: torch.device) -> Tensor:
@@ -56,26 +61,51 @@ class Glance:
         self._device = device
         self._shown = [0] * count
         self._shown_at: object = None
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._arriving: _Arriving | None = None
 
     def look(self, values: Callable[[], Tensor], still: object) -> list[int]:
-        """The values as they are when nothing changes them, waited for once; else the newest that have arrived, and the next are asked for.
+        """The values as they are when nothing changes them; else the newest that have arrived, and the next are asked for.
+
+        Those that nothing changes are waited for once, and not for long: of a device that hangs, or reports an error (its streams say
+        which), the newest that arrived are shown.
 
         Args: values: makes int64 [count] on the device; while steps run it may see some of a step's changes and not others.
             still: None while steps run; else what the values belong to: two looks at equals see the same.
         """
-        if still is not None or self._device.type == "cpu":
+        if self._device.type == "cpu":
             if still is None or still != self._shown_at:
-                self._shown, self._shown_at, self._arriving = values().tolist(), still, None
-        elif self._arriving is None:
-            self._ask(values())
-        elif self._arriving[1].query():
-            self._shown, self._shown_at = self._arriving[0].tolist(), None
-            self._ask(values())
+                self._shown, self._shown_at = values().tolist(), still
+        elif still is None or still != self._shown_at:
+            with suppress(torch.AcceleratorError):
+                patience_ns = 0 if still is None else _PATIENCE_NS
+                if self._take(patience_ns) and (still is None or still != self._shown_at):
+                    self._arriving = self._ask(values(), still)
+                    if still is not None:
+                        self._take(patience_ns)
         return self._shown
 
-    def _ask(self, found: Tensor) -> None:
-        arriving, marker = landing(found), torch.cuda.Event()
-        arriving.copy_(found, non_blocking=True)
-        marker.record(torch.cuda.current_stream(self._device))
-        self._arriving = (arriving, marker)
+    def _take(self, patience_ns: int) -> bool:
+        """Show what was asked for, if it arrives in time; returns whether nothing is on its way now."""
+        if self._arriving is None:
+            return True
+        until_ns = time.perf_counter_ns() + patience_ns
+        while not self._arriving.marker.query():
+            if time.perf_counter_ns() >= until_ns:
+                return False
+        self._shown, self._shown_at, self._arriving = self._arriving.values.tolist(), self._arriving.still, None
+        return True
+
+    def _ask(self, found: Tensor, still: object) -> "_Arriving":
+        arriving = _Arriving(landing(found), torch.cuda.Event(), still)
+        arriving.values.copy_(found, non_blocking=True)
+        arriving.marker.record(torch.cuda.current_stream(self._device))
+        return arriving
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Values that were asked for, in page-locked memory once the marker has happened."""
+
+    values: Tensor
+    marker: torch.cuda.Event
+    still: object

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from memory.staging import Glance, landing, outside_streams, pinned
+import memory.staging
+from memory.staging import Glance, _Arriving, landing, outside_streams, pinned
 
 CPU = torch.device("cpu")
 
@@ -42,3 +43,54 @@ def test_a_glance_asks_again_unless_nothing_changed() -> None:
     assert glance.look(values, still=None) == [2, 20]
     assert glance.look(values, still="a") == [3, 30]
     assert glance.look(values, still="b") == [4, 40]
+
+
+class _Card:
+    """What a glance asks of a device, which answers when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.answers, self.fails = 0, True, False
+        monkeypatch.setattr(Glance, "_ask", lambda _, found, still: _Arriving(found, self, still))  # type: ignore[arg-type]
+        self.glance = Glance(torch.device("cuda"), 1)
+
+    def query(self) -> bool:
+        if self.fails:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        return self.answers
+
+    def values(self) -> torch.Tensor:
+        self.asked += 1
+        return torch.tensor([self.asked])
+
+    def look(self, still: object) -> list[int]:
+        return self.glance.look(self.values, still)
+
+
+def test_a_glance_at_a_device_shows_what_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While steps run what the look before asked for; when nothing changes, what is there now, asked for once."""
+    card = _Card(monkeypatch)
+    assert [card.look(None) for _ in range(3)] == [[0], [1], [2]]
+    assert [card.look("a"), card.look("a"), card.look("b")] == [[4], [4], [5]]
+    assert card.look(None) == [5]
+    assert card.look(None) == [6]
+
+
+def test_a_glance_at_a_device_that_hangs_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows the newest that arrived and asks no more: a device takes so many launches and then lets nobody go on. Later it goes on."""
+    monkeypatch.setattr(memory.staging, "_PATIENCE_NS", 100_000)
+    card = _Card(monkeypatch)
+    assert card.look("a") == [1]
+    card.answers = False
+    assert [card.look(still) for still in ("b", "b", "c", None, None, "d")] == 6 * [[1]]
+    assert card.asked == 2
+    card.answers = True
+    assert card.look("d") == [3]
+    assert card.asked == 3
+
+
+def test_a_glance_at_a_device_that_failed_shows_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's streams say what happened."""
+    card = _Card(monkeypatch)
+    assert card.look("a") == [1]
+    card.fails = True
+    assert [card.look(still) for still in ("b", None, "c")] == 3 * [[1]]
