@@ -169,8 +169,8 @@ class AppendRun:
         return self._chain.submit(stage.streams.compute, begin, label="append.begin", reads=_tensors(arrived), writes=_tensors(out))
 
     def _bring_older(self, chunk: AppendChunk, local: int, *, now: bool = False) -> None:
-        """Submit the gather of the layer's older rows, and once that is over, or `now`, the next layer's: its scratch is free once the layer
-        before is over. Streams share a device's queues, so that a gather behind another may hold up the steps that come after it."""
+        """Submit the gather of the layer's older rows and, once that is over or `now`, the next layer's: it needs the layer before to be
+        over. Streams share a device's queues, so that a gather behind another may hold up the steps that come after it."""
         if not self._reads_few(chunk):
             for each in range(local, min(local + 2, len(self._layers))):
                 if each not in self._fetched and (each == local or now or self._is_there(local)):

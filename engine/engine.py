@@ -57,7 +57,6 @@ from streams import Backend
 __all__ = ["Engine", "Statistics"]
 
 _DEFAULT = Sampling()
-_WARM_TOKENS = 16  # of context that a warm-up request may take, and more
 
 
 class Engine:
@@ -130,14 +129,13 @@ class Engine:
         try:
             async with nullcontext() if head is None else engine.recovery.met(head), engine.running():
                 if backend is None and device.type != "cpu":
-                    sessions = min(config.decode_batch_limit, max(1, context_max // 2 // _WARM_TOKENS))
-                    await warm_up(engine, stage, sessions=sessions, rows=stage.tokens_fit(context_max))
+                    await warm_up(engine, stage, sessions=config.decode_batch_limit, context_max=context_max)
                     await engine._archives.known()
                     engine._loop.stored.close()  # nobody will ask for what warmed it
                     engine._loop.depth.restart()
                     engine._loop.reads = Reads()
                     engine._loop.tally.restart()
-                with nullcontext() if device.type == "cpu" else old_objects_left_out():
+                with old_objects_left_out(device):
                     yield engine
         finally:
             engine.instruments.close()

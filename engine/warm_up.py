@@ -26,6 +26,7 @@ __all__ = ["turns", "warm_up"]
 
 _log = structlog.get_logger("engine")
 _STEPS = 3  # issued anew, recorded, replayed
+_TOKENS_MAX = 16  # of context that one of the short ones may take, and more
 # Rows of a step's kernels, which appends of few rows run too: one, odd, and every power of two that Triton may tell apart.
 _FEW = (BULK_ROWS, 16, 8, 4, 3, 2, 1)
 
@@ -43,12 +44,13 @@ def turns(chunk_rows: int, picks: int, room: int) -> Iterator[int]:
             yield rows
 
 
-async def warm_up(engine: EngineFace, stage: Stage, *, sessions: int, rows: int) -> None:
+async def warm_up(engine: EngineFace, stage: Stage, *, sessions: int, context_max: int) -> None:
     """Append a long prompt and short ones, then `sessions` short ones that end one after another: every batch size steps a few times.
 
-    Args: rows: that a session may have.
+    Args: sessions: that may decode at once; fewer where half the context has no room for so many. context_max: tokens of a session.
     """
-    started = time.monotonic()
+    started, rows = time.monotonic(), stage.tokens_fit(context_max)
+    sessions = min(sessions, max(1, context_max // 2 // _TOKENS_MAX))
     for event in reserve_scratch(stage, rows):
         await event
     session = await engine.create_session()

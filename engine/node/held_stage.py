@@ -4,7 +4,7 @@ import asyncio
 import functools
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,7 +93,7 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
         copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
     )  # fmt: skip
     try:
-        with nullcontext() if device.type == "cpu" else old_objects_left_out():
+        with old_objects_left_out(device):
             yield held
     finally:
         if backend.lost.done():

@@ -101,8 +101,8 @@ async def test_an_engine_is_warmed_by_those_turns(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(engine.append_queue.AppendRun, "__init__", watched)
     async with Engine.open(make_checkpoint(tmp_path, "shared"), small(append_chunk_rows=64)) as opened:
-        await warm_up(opened, opened.stage, sessions=2, rows=1000)
-        wanted = list(turns(64, opened.stage.model.config.top_k, 500))
+        await warm_up(opened, opened.stage, sessions=2, context_max=1000)
+        wanted = list(turns(64, opened.stage.model.config.top_k, opened.stage.tokens_fit(1000) // 2))
         assert appended == [*wanted, 1, 1]
         assert not opened.sessions
         assert opened.stage.arena.statistics().references == 0
