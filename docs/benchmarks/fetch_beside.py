@@ -5,10 +5,12 @@ programs of the fetch run at once.
 
 Three arms, each a device graph on a stream of high priority: products (weights read from the device's memory), small launches that wait for
 each other, and reads of few rows from RAM. Beside them, on a stream of low priority, fetches of one layer's ROWS rows (491,520), which are
-compared with the rows in RAM. Medians; writes OUT/fetch_beside.json. Needs a device; a minute.
+compared with the rows in RAM. Then which of some streams are held up by a fetch that stands behind another: streams share the driver's
+queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 if it is not set). Medians; writes OUT/fetch_beside.json. Needs a device; a minute.
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -24,7 +26,7 @@ from kernels.gather import kernel as gather
 
 ROW_BYTES, BLOCK_ROWS = 656, 64
 AT_ONCE = (1, 2, 3, 4, 6, 8, 16, 32)
-REPEATS, CHAIN = 7, 48
+REPEATS, CHAIN, STREAMS = 7, 48, 16
 
 
 def products() -> Callable[[], None]:
@@ -85,6 +87,23 @@ def took_ms(replay: Callable[[], None], stream: torch.cuda.Stream) -> float:
     return float(begun.elapsed_time(ended))
 
 
+def held_up(fetch: Callable[[], None], low: torch.cuda.Stream, fetch_ms: float) -> list[bool]:
+    """Of STREAMS streams, in order of their making, whether a product behind two fetches of another stream begins after the first."""
+    work, found = products(), []
+    for stream in [torch.cuda.Stream(priority=-1) for _ in range(STREAMS)]:
+        took_ms(work, stream)
+        with torch.cuda.stream(low):
+            fetch()
+            fetch()
+        began = time.perf_counter()  # an event of the stream's own would be held up with it
+        with torch.cuda.stream(stream):
+            work()
+        stream.synchronize()
+        found.append(1e3 * (time.perf_counter() - began) > fetch_ms)
+        torch.cuda.synchronize()
+    return found
+
+
 def main(out: Path, rows: int) -> None:
     """Measure and write."""
     high, low = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=0)
@@ -123,6 +142,9 @@ def main(out: Path, rows: int) -> None:
         row = {"blocks_at_once": at_once, "programs": programs, "fetch_ms": fetch_ms, "fetch_gb_per_s": rows * ROW_BYTES / fetch_ms / 1e6}
         found.append({**row, "beside_ms": beside, "beside_of_alone": {name: beside[name] / alone[name] for name in beside}})
         print(json.dumps(found[-1]), flush=True)
+    gather.BLOCKS_AT_ONCE = AT_ONCE[2]
+    waits = held_up(fetch, low, found[2]["fetch_ms"])
+    print(json.dumps({"held_up": waits}), flush=True)
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "kind": "fetch_beside",
@@ -130,6 +152,8 @@ def main(out: Path, rows: int) -> None:
         "row_bytes": ROW_BYTES,
         "alone_ms": alone,
         "found": found,
+        "held_up": waits,
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         "machine": machine(probe=True),
     }
     (out / "fetch_beside.json").write_text(json.dumps(record, indent=1))
