@@ -13,6 +13,7 @@ from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.display import Bar
 from engine.commands.signals import Signals
+from engine.commands.terminal import ended_with_its_device
 from engine.errors import BadSetting
 from engine.node.keys import key_of, limits_of, stages_setting
 from engine.remote import Unreachable
@@ -58,7 +59,8 @@ def run(invocation: Invocation) -> int:
 
     async def live() -> None:
         signals = Signals()
-        with signals.caught(), Bar(f"loading stage {cluster.stage} of {directory.name}", "model.loading", "tensors") as loading:
+        loading = Bar(f"loading stage {cluster.stage} of {directory.name}", "model.loading", "tensors")
+        with signals.caught(), ended_with_its_device(settings.engine), loading:
             async with signals.until_signal():
                 await Node(setup, facts).run(address, told, loading.update)
 

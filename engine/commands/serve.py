@@ -11,6 +11,7 @@ import uvloop
 from engine import logs
 from engine.commands.command import Command, Invocation
 from engine.commands.display import Bar
+from engine.commands.terminal import ended_with_its_device
 from engine.protocol import EngineFace
 from engine.settings import SETTINGS, add_flags
 
@@ -47,7 +48,11 @@ def run(invocation: Invocation) -> int:
             log.info("server.opened", address=address, model=engine.model_name, context_max=engine.context_max)
             await asyncio.Event().wait()  # a signal ends it from outside
 
-        uvloop.run(invocation.serve(open_model, settings.server, announce))
+        async def live() -> None:
+            with ended_with_its_device(config):
+                await invocation.serve(open_model, settings.server, announce)
+
+        uvloop.run(live())
     return 0
 
 

@@ -5,10 +5,16 @@
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NoReturn
 
-__all__ = ["complain", "forget_output", "leave_at_once"]
+from engine.config import EngineConfig
+from engine.device import device_of
+from engine.errors import DeviceFailed
+from engine.standstill import ended_at_a_standstill
+
+__all__ = ["complain", "ended_with_its_device", "forget_output", "leave_at_once"]
 
 _UNREAD = (OSError, ValueError)  # the reader of a pipe has left; the stream was closed
 
@@ -25,6 +31,18 @@ def leave_at_once(exit_code: int) -> NoReturn:
         with suppress(*_UNREAD):
             output.flush()
     os._exit(exit_code)
+
+
+@contextmanager
+def ended_with_its_device(config: EngineConfig) -> Iterator[None]:
+    """End the process with a line and DeviceFailed's exit code where the running loop stands still for minutes. Nothing on the CPU."""
+
+    def end(why: str) -> None:
+        complain(why)
+        leave_at_once(DeviceFailed.exit_code)
+
+    with nullcontext() if device_of(config).type == "cpu" else ended_at_a_standstill(end):
+        yield
 
 
 def forget_output() -> None:
