@@ -1,4 +1,4 @@
-"""A process whose event loop stands still for minutes is ended: a call of a device's driver may never return, and nothing else would end it.
+"""A process whose loop stands still for minutes is ended: a call of a device's driver may never return, and nothing else would end it.
 
 Knows no engine. A thread looks once a second whether the loop turned; the loop's part costs it one timer a second.
 
