@@ -87,12 +87,12 @@ async def held_stage(setup: NodeSetup, progress: Progress | None) -> AsyncIterat
     begun = 0 if weights.layers[0].full else facts.top_k
     form = functools.partial(Form, facts.hidden, weights.dtype, chunk_rows=config.append_chunk_rows)
     copies = backend.stream("stage.transfer")
-    held = HeldStage(
-        follower=LocalFollower(stage), form=form(picks),
-        arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
-        copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
-    )  # fmt: skip
     try:
+        held = HeldStage(
+            follower=LocalFollower(stage), form=form(picks),
+            arrives=form(begun) if setup.stage else None, arrivals=Passage(None, copies, device),
+            copies=copies, device=device, config=config, marks=marks, lost=backend.lost,
+        )  # fmt: skip
         with old_objects_left_out(device):
             yield held
     finally:

@@ -1,15 +1,23 @@
-"""A node's stage under its head: what is closed while one of its calls is waited for."""
+"""A node's stage under its head: what is closed while one of its calls is waited for, and the stage where it cannot be opened whole."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import engine.node.held_stage
 from engine.node import calls
+from engine.node.held_stage import NodeSetup, held_stage
 from engine.node.hosting import Hosting, Neighbours
 from engine.node.passage import Form
+from engine.stage import Stage
 from streams import Closed
+from tests.engine.model.parity import make_checkpoint
+from tests.engine.node.cluster_world import LIMITS
+from tests.engine.runs import small
+from tests.streams.channel_world import KEY
 
 
 class Image:
@@ -76,3 +84,24 @@ async def test_a_session_that_is_closed_while_its_rows_are_on_their_way_is_no_mi
                 await asked
         else:
             assert await asked is not None
+
+
+async def test_a_stage_whose_buffers_find_no_memory_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node lives on for a moment, and what the stage has of the host's memory stands registered until it is closed."""
+    closed: list[Stage] = []
+    close = Stage.close
+
+    def watched(stage: Stage) -> None:
+        closed.append(stage)
+        close(stage)
+
+    def full(stage: Stage) -> None:
+        raise torch.OutOfMemoryError(f"no room beside {stage.layout}")
+
+    monkeypatch.setattr(Stage, "close", watched)
+    monkeypatch.setattr(engine.node.held_stage, "LocalFollower", full)
+    setup = NodeSetup(make_checkpoint(tmp_path, "shared"), small(), (range(2), range(2, 5)), 0, KEY, LIMITS)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        async with held_stage(setup, None):
+            pytest.fail("it is not there")
+    assert len(closed) == 1
