@@ -62,12 +62,13 @@ class Glance:
         self._shown = [0] * count
         self._shown_at: object = None
         self._arriving: _Arriving | None = None
+        self._in_vain = False  # what is on its way was waited for
 
     def look(self, values: Callable[[], Tensor], still: object) -> list[int]:
         """The values as they are when nothing changes them; else the newest that have arrived, and the next are asked for.
 
         Those that nothing changes are waited for once, and not for long: of a device that hangs, or reports an error (its streams say
-        which), the newest that arrived are shown.
+        which), the newest that arrived are shown, and no later look waits for what one waited for in vain: lists look at many sessions.
 
         Args: values: makes int64 [count] on the device; while steps run it may see some of a step's changes and not others.
             still: None while steps run; else what the values belong to: two looks at equals see the same.
@@ -88,10 +89,12 @@ class Glance:
         """Show what was asked for, if it arrives in time; returns whether nothing is on its way now."""
         if self._arriving is None:
             return True
-        until_ns = time.perf_counter_ns() + patience_ns
+        until_ns = time.perf_counter_ns() + (0 if self._in_vain else patience_ns)
         while not self._arriving.marker.query():
             if time.perf_counter_ns() >= until_ns:
+                self._in_vain = self._in_vain or patience_ns > 0
                 return False
+        self._in_vain = False
         self._shown, self._shown_at, self._arriving = self._arriving.values.tolist(), self._arriving.still, None
         return True
 

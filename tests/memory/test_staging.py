@@ -49,11 +49,12 @@ class _Card:
     """What a glance asks of a device, which answers when it is told to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self.answers, self.fails = 0, True, False
+        self.asked, self.queried, self.answers, self.fails = 0, 0, True, False
         monkeypatch.setattr(Glance, "_ask", lambda _, found, still: _Arriving(found, self, still))  # type: ignore[arg-type]
         self.glance = Glance(torch.device("cuda"), 1)
 
     def query(self) -> bool:
+        self.queried += 1
         if self.fails:
             raise torch.AcceleratorError("an illegal memory access was encountered")
         return self.answers
@@ -81,11 +82,18 @@ def test_a_glance_at_a_device_that_hangs_does_not(monkeypatch: pytest.MonkeyPatc
     card = _Card(monkeypatch)
     assert card.look("a") == [1]
     card.answers = False
-    assert [card.look(still) for still in ("b", "b", "c", None, None, "d")] == 6 * [[1]]
+    assert card.look("b") == [1]
+    queried = card.queried
+    assert [card.look(still) for still in ("b", "c", None, None, "d")] == 5 * [[1]]
     assert card.asked == 2
+    assert card.queried == queried + 5, "it was waited for again"
     card.answers = True
     assert card.look("d") == [3]
     assert card.asked == 3
+    card.answers = False
+    queried = card.queried
+    assert card.look("e") == [3]
+    assert card.queried > queried + 1, "of a device that went on it is waited for again"
 
 
 def test_a_glance_at_a_device_that_failed_shows_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
