@@ -57,13 +57,14 @@ def blocks_by_a_device_count() -> None:
 
 def main() -> None:
     begun = time.monotonic()
+    as_built = kernel.WORDS_TILE, kernel.BLOCKS_AT_ONCE, kernel.FETCH_PROGRAMS_MAX
     random_steps(4)
     kernel.WORDS_TILE, kernel.FETCH_PROGRAMS_MAX = 16, 1  # four rows a program: partial tiles, a fetch that goes round
     with interpreted.programs_backwards():
         random_steps(4)
     kernel.WORDS_TILE, kernel.BLOCKS_AT_ONCE = 128, 2
     blocks_by_a_device_count()
-    kernel.WORDS_TILE, kernel.BLOCKS_AT_ONCE, kernel.FETCH_PROGRAMS_MAX = 2048, 32, 1024
+    kernel.WORDS_TILE, kernel.BLOCKS_AT_ONCE, kernel.FETCH_PROGRAMS_MAX = as_built
     true_rows()
     interpreted.run_reference_tests("test_gather.py", without=("thousand", "refuses", "around_top_k", "gather_blocks_brings"))
     print(f"gathers: {time.monotonic() - begun:.1f} s")
