@@ -1,6 +1,6 @@
 """Python's garbage collector beside a device: it does not walk what was there when an engine opened.
 
-A full collection walks every object of the process, on the H200's machine 120 to 150 ms for those of torch, Triton and a model, and the
+A full collection walks every object of the process, on the H200's machine 120 to 160 ms for those of torch, Triton and a model, and the
 loop stands still meanwhile: a running stream waited 189 ms for one. What is made later is little, and collected as ever. On the CPU a
 step may take as long, and the process is others' too: nothing is changed there.
 """
