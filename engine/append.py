@@ -82,6 +82,7 @@ class AppendRun:
         self._layers = [(group, local) for group, layers in enumerate(stage.main_groups) for local in layers]
         self._fetched: dict[int, Event[Any]] = {}  # by local layer, of the open chunk
         self._forwarded: list[Event[Any]] = []  # a layer each, likewise
+        self._at = -1  # the local layer whose units are submitted, of the open chunk
         self._chunk: AppendChunk | None = None
         self._first = -1  # where its first chunk begins
         # A session cut or forked inside its history: what makes the MTP row of its next slot is gone, and that row is there already.
@@ -161,6 +162,7 @@ class AppendRun:
         stage = self._stage
         self._fetched.clear()
         self._forwarded.clear()
+        self._at = -1
         self._chunk = chunk = self._memory.begin_append(len(tokens), stage.streams.compute)
         self._first = chunk.first if self._first < 0 else self._first
         self._chain = Chain(self._session, (chunk.ready,) if arrived is None else (chunk.ready, arrived.event))
@@ -171,10 +173,16 @@ class AppendRun:
     def _bring_older(self, chunk: AppendChunk, local: int, *, now: bool = False) -> None:
         """Submit the gather of the layer's older rows and, once that is over or `now`, the next layer's: it needs the layer before to be
         over. Streams share a device's queues, so that a gather behind another may hold up the steps that come after it."""
+        self._at = local
         if not self._reads_few(chunk):
             for each in range(local, min(local + 2, len(self._layers))):
                 if each not in self._fetched and (each == local or now or self._is_there(local)):
                     self._fetched[each] = self._submit_fetch(chunk, each, self._forwarded[each - 2 : each - 1] if each >= 2 else [])
+
+    def bring_ahead(self) -> None:
+        """Submit the gather that comes next if the one before is over, in turns too that have no room for a unit: the bus would rest."""
+        if self._chunk is not None and self._at >= 0:
+            self._bring_older(self._chunk, self._at)
 
     def _is_there(self, local: int) -> bool:
         """Whether the gather of a layer's older rows, which was submitted, is over."""

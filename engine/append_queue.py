@@ -135,7 +135,9 @@ class AppendQueue:
         self._ends_chunk = False
         self._credit = 0 if allowance is None else min(self._credit + allowance, allowance)
         events: list[Event[Any]] = []
+        assert request.append is not None, f"request {request.id} does not append"
         try:
+            request.append.bring_ahead()
             while True:
                 if request not in self._next and not self._has_more(request):
                     raise AssertionError(f"request {request.id} has a chunk without an end")

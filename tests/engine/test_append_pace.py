@@ -226,6 +226,56 @@ async def test_no_gather_stands_behind_another_while_others_decode(checkpoint: P
     assert not behind
 
 
+async def test_the_bus_does_not_rest_for_want_of_units(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next layer's gather is submitted once this one's is over, also in turns that have no room for a unit."""
+    seen: list[str] = []
+    turn = AppendQueue.turn
+
+    class Watch(TapeRecorder):
+        def submitted(self, event: Event[Any], *rest: Any) -> None:
+            super().submitted(event, *rest)
+            if event.label.startswith("append."):
+                seen.append(event.label)
+                if event.label == "append.0.fetch" and armed and not gathers:
+                    gathers.append(event)
+                    asyncio.get_running_loop().call_soon(backend.hold, event)
+
+    def poor(queue: AppendQueue, chosen: Request | None, allowance: int | None) -> Any:
+        if gathers:
+            queue._credit = -(1 << 60)
+        return turn(queue, chosen, allowance)
+
+    armed, gathers = False, list[Event[Any]]()
+    backend = VirtualBackend(SeededOrder(3), observer=Watch(lambda _: None))
+    async with Engine.open(checkpoint, small(hot_rows=TOP_K, append_chunk_rows=64), backend=backend) as engine_:
+        alone = await collect(engine_, [(ids(30, 1), 60)])
+        monkeypatch.setattr(AppendQueue, "turn", poor)
+        talking = engine_.generate(ids(30, 1), greedy(60))
+        heard = [*(await anext(talking)).token_ids]
+        armed = True
+        reading = asyncio.ensure_future(collect(engine_, [(ids(200, 2), 3)]))
+        while not gathers:
+            heard.extend((await anext(talking)).token_ids)
+        try:
+            heard.extend((await anext(talking)).token_ids)
+            before = len(seen)
+            heard.extend((await anext(talking)).token_ids)
+            assert len(seen) == before, "something of the prompt was submitted while its gather was not over, and without credit"
+            backend.release(gathers[0])
+            for _ in range(4):
+                heard.extend((await anext(talking)).token_ids)
+            assert seen[before:] == ["append.1.fetch"]
+        finally:
+            backend.release(gathers[0])
+            monkeypatch.setattr(AppendQueue, "turn", turn)
+            engine_._loop._appends._credit = 0
+        async for chunk in talking:
+            heard.extend(chunk.token_ids)
+        await reading
+    await backend.close()
+    assert heard == alone.tokens
+
+
 async def test_a_short_prompt_waits_for_a_chunk_of_a_long_one_at_most(checkpoint: Path) -> None:
     """A prompt that comes while a long one is read has its first token when one more chunk of that was read, and both say what they say
     alone."""
