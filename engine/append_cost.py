@@ -5,7 +5,8 @@ the same numbers in every run, where times would make a run depend on the machin
 
 1. Reading a byte counts 1. A device multiplies or adds about 80 times while it reads one: on an H200 whose steps read 3.5 TB/s the
    experts of 1,024 rows were multiplied at 280 TFLOP/s, and rows scored about as fast. Attention over rows that each query row picks
-   unpacks every one that it multiplies: 25 times. A core of a CPU about 4 times, either.
+   unpacks every one that it multiplies: 25 times (1 December 2026, by a tape of `b979f95` that was not kept). A core of a CPU about 4
+   times, either.
 2. A product takes the longer of reading its weight and multiplying.
 """
 
@@ -29,7 +30,7 @@ _OPERATIONS_A_BYTE = {"cpu": 4}
 _SCALED_READ = 1.34
 _OPERATIONS_A_BYTE_DEVICE = 80
 _ATTEND_OPERATIONS_A_BYTE_DEVICE = 25
-_PASSES = 10  # over a row's scores: 64 rows over 491,520 keys are scored and chosen in 1.29 ms, 32 over 1,048,576 in 1.40, on an H200
+_PASSES = 10  # over a row's scores: 64 rows over 491,520 keys are scored and chosen in 1.29 ms, 32 over 1,048,576 in 1.40, likewise
 
 
 def _operations_a_byte(device: str) -> tuple[int, int]:

@@ -23,7 +23,7 @@ SAID: Final = "nothing ran for minutes: a call of the device's driver does not r
 class Standstill:
     """Counts looks at a loop that does not turn."""
 
-    def __init__(self, looks_max: int = LOOKS_MAX) -> None:
+    def __init__(self, looks_max: int) -> None:
         self._turns = 0  # written by the loop's thread
         self._seen = -1
         self._still = 0  # looks in a row that saw no turn
@@ -42,9 +42,9 @@ class Standstill:
 
 
 @contextmanager
-def ended_at_a_standstill(end: Callable[[str], object], looks_max: int | None = None) -> Iterator[None]:
-    """Call `end` from another thread, with one line that says why, if the running loop stands still for so many looks in the block."""
-    still, over, loop = Standstill(LOOKS_MAX if looks_max is None else looks_max), threading.Event(), asyncio.get_running_loop()
+def ended_at_a_standstill(end: Callable[[str], object]) -> Iterator[None]:
+    """Call `end` from another thread, with one line that says why, if the running loop stands still for minutes in the block."""
+    still, over, loop = Standstill(LOOKS_MAX), threading.Event(), asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
 
     def turn() -> None:

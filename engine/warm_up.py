@@ -58,7 +58,8 @@ async def warm_up(engine: EngineFace, stage: Stage, *, sessions: int, context_ma
         last = int(number > 0)  # the token that the turn before ended with has no row yet
         sampling = Sampling(max_tokens=1 if number else _STEPS, ignore_eos=True)
         await _drain(engine.generate([0] * (each - last), sampling, session=session))
-    assert session in engine.sessions, "a look at what it holds, too, has its kernels loaded now: of a hung device it is not to wait"
+    # A look at what it holds loads kernels of its own: done now, since a look at a device that hangs must not wait for that.
+    assert session in engine.sessions, "it is held until the next line"
     await engine.close_session(session)
     lengths = (_STEPS * (2 + number) for number in range(sessions))
     await asyncio.gather(*(_drain(engine.generate([0], Sampling(max_tokens=length, ignore_eos=True))) for length in lengths))

@@ -35,7 +35,8 @@ async def test_a_loop_that_stands_still_ends(monkeypatch: pytest.MonkeyPatch) ->
         said.append(why)
         ended.set()
 
-    with ended_at_a_standstill(end, looks_max=5):
+    monkeypatch.setattr(engine.standstill, "LOOKS_MAX", 5)
+    with ended_at_a_standstill(end):
         assert ended.wait(30), "nobody noticed"  # on the loop, as a call of a driver
     assert said == [SAID]
     assert not watchers()
@@ -55,7 +56,8 @@ async def test_a_loop_that_turns_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
         return look(still)
 
     monkeypatch.setattr(Standstill, "look", counted)
-    with ended_at_a_standstill(said.append, looks_max=10_000):
+    monkeypatch.setattr(engine.standstill, "LOOKS_MAX", 10_000)
+    with ended_at_a_standstill(said.append):
         assert len(watchers()) == 1
         await enough.wait()
     assert not said
